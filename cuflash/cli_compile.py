@@ -1,0 +1,105 @@
+"""Compile kernels ahead of their first use: ``python -m cuflash compile``. Needs NVRTC, but no GPU."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import Any
+
+from cuflash import cli_info, compile, problem, tiles
+from cuflash.compile import Variant
+
+BAR_WIDTH = 40
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command to the subparsers of ``python -m cuflash``."""
+    parser = subparsers.add_parser(
+        "compile",
+        help="compile kernels ahead of their first use, GPU or not",
+        description="Fill the cache of compiled kernels. By default with those for the GPU of this machine; elsewhere "
+        "name a GPU architecture. Exit status 1 where a kernel did not compile.",
+    )
+    parser.add_argument("--all", action="store_true", help="every kernel of every architecture")
+    parser.add_argument(
+        "--arch", nargs="+", metavar="SM", help=f"architectures, as 80 or sm_80, out of {', '.join(compile.TARGETS)}"
+    )
+    parser.add_argument("--dtype", nargs="+", choices=problem.DTYPES, help="only kernels for these dtypes")
+    parser.add_argument("--head-dim", nargs="+", type=int, metavar="D", help="only kernels for these head dims")
+    parser.add_argument("--jobs", type=int, metavar="N", help="processes (default: as many as there are cores)")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Compile what was asked for."""
+    if arguments.all and (arguments.arch or arguments.dtype or arguments.head_dim):
+        raise ValueError("--all stands alone: it has every architecture, dtype and head dim")
+    if arguments.jobs is not None and arguments.jobs < 1:
+        raise ValueError(f"--jobs must be at least 1, got {arguments.jobs}")
+    targets = _targets(arguments)
+    variants = [variant for target in targets for variant in _variants(target, arguments.dtype, arguments.head_dim)]
+    if not variants:
+        raise NotImplementedError("no kernel is built for this choice of --arch, --dtype and --head-dim")
+    print(f"{len(variants)} kernels for {', '.join('sm_' + target for target in targets)} -> {compile.cache_dir()}")
+    errors = compile.compile_all(variants, processes=arguments.jobs, progress=_Progress())
+    for error in errors:
+        print(f"error: {error}", file=sys.stderr)
+    return 1 if errors else 0
+
+
+def _targets(arguments: argparse.Namespace) -> tuple[str, ...]:
+    if arguments.all:
+        return compile.targets()
+    if not arguments.arch:
+        driver = cli_info.find_driver()
+        if driver is None or not driver.devices:
+            raise ValueError("there is no GPU here to compile for: name an architecture with --arch, or say --all")
+        return tuple(dict.fromkeys(compile.target_of(device.compute_capability) for device in driver.devices))
+    return tuple(dict.fromkeys(_target(name) for name in arguments.arch))
+
+
+def _target(name: str) -> str:
+    target = name.lower().removeprefix("sm_")
+    target = {"90": "90a"}.get(target, target)
+    if target not in compile.targets():
+        raise ValueError(f"--arch {name}: the installed NVRTC and cuflash build for {', '.join(compile.targets())}")
+    return target
+
+
+def _variants(target: str, dtypes: list[str] | None, head_dims: list[int] | None) -> list[Variant]:
+    """The kernels that a GPU of the target may ask for, less those that the choices exclude."""
+    variants = tiles.variants(target, cli_info.family(target))
+    if dtypes:
+        variants = [variant for variant in variants if variant.dtype in dtypes]
+    if head_dims:
+        known = sorted({variant.tile.head_dim for variant in variants if variant.tile.head_dim})
+        buckets = {_bucket(head_dim, known) for head_dim in head_dims}
+        variants = [variant for variant in variants if not variant.tile.head_dim or variant.tile.head_dim in buckets]
+    return variants
+
+
+def _bucket(head_dim: int, known: list[int]) -> int:
+    """The tile's head dim that serves the caller's."""
+    for bucket in known:
+        if 1 <= head_dim <= bucket:
+            return bucket
+    raise ValueError(f"--head-dim must be 1 to {tiles.MAX_HEAD_DIM}, got {head_dim}")
+
+
+class _Progress:
+    """A bar that is redrawn on a terminal, one line at each tenth elsewhere."""
+
+    def __init__(self) -> None:
+        self._begin = time.perf_counter()
+        self._tenth = -1
+
+    def __call__(self, done: int, total: int) -> None:
+        text = f"{done}/{total} kernels, {time.perf_counter() - self._begin:.0f} s"
+        if sys.stdout.isatty():
+            filled = BAR_WIDTH * done // total
+            end = "\n" if done == total else ""
+            print(f"\r[{'#' * filled}{'.' * (BAR_WIDTH - filled)}] {text}", end=end, flush=True)
+        elif (tenth := 10 * done // total) != self._tenth:
+            self._tenth = tenth
+            print(text, flush=True)

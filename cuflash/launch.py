@@ -1,0 +1,406 @@
+"""From a problem and its arrays to kernels in a stream.
+
+Everything that depends only on shapes, strides, options and the alignment of pointers is planned once and cached: which
+variant, which grid, the constant part of its parameters. A warm call looks the plan up, packs the pointers and launches.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cuflash import compile, params, tiles
+from cuflash.problem import Problem
+
+LOG2E = math.log2(math.e)
+MAX_BATCH_AXES = 3
+MAX_INT = 2**31 - 1
+_PARAMS = np.dtype(f"V{params.SIZE}")
+_MERGE_PARAMS = np.dtype(f"V{params.MERGE_SIZE}")
+
+Strides = tuple[int, ...]
+
+
+class _Launch(NamedTuple):
+    """One kernel of a call, ready but for the pointers."""
+
+    kernel: Any
+    variant: compile.Variant
+    grid: tuple[int]
+    block: tuple[int]
+    smem_bytes: int
+    tail: bytes
+
+
+class _Axes(NamedTuple):
+    """Coalesced batch axes: their extents, and each array's strides on them, in elements."""
+
+    extents: tuple[int, int, int]
+    strides: dict[str, tuple[int, int, int]]
+
+
+def check(problem: Problem, operation: str) -> None:
+    """Raise NotImplementedError for a valid problem that no kernel serves, before anything is allocated."""
+    _check(problem, _family(problem.device))
+
+
+@lru_cache(maxsize=4096)
+def _check(problem: Problem, family: str) -> None:
+    if problem.dtype not in ("float16", "bfloat16"):
+        raise NotImplementedError(
+            f"{problem.dtype} on a GPU is not built yet: float16 and bfloat16 are, and the host serves all four dtypes"
+        )
+    if family == "sm75" and problem.dtype == "bfloat16":
+        raise NotImplementedError("bfloat16 needs compute capability 8.0: tensor cores before it have float16 only")
+    for name, length, letter in (("q and k", problem.d, "d"), ("v", problem.e, "e")):
+        if length > tiles.MAX_HEAD_DIM:
+            raise NotImplementedError(
+                f"attention_forward_{family} takes at most {tiles.MAX_HEAD_DIM} features, {name} have {letter} = "
+                f"{length}; the host serves any number"
+            )
+    if problem.m + problem.n > MAX_INT - 1024:
+        raise NotImplementedError(f"kernels count rows in 32 bits: m + n = {problem.m + problem.n} is too many")
+    shapes = {"q": (problem.q_batch, problem.q_strides), "k": (problem.k_batch, problem.k_strides)}
+    if problem.v_batch is not None and problem.v_strides is not None:
+        shapes["v"] = problem.v_batch, problem.v_strides
+    _coalesce(problem.inner_batch, {name: _batch_strides(problem, b, s[: len(b)], 2) for name, (b, s) in shapes.items()})
+
+
+def workspace_nbytes(problem: Problem, operation: str) -> int:
+    """Bytes of scratch memory of a call: none forward, two floats a query row backward."""
+    if operation != "attention_backward":
+        return 0
+    return _workspace_bytes(problem) + 16  # the caller's memory may start anywhere: it is used from a multiple of 16
+
+
+def _padded_rows(m: int) -> int:
+    return -(-m // tiles.ROW_PADDING) * tiles.ROW_PADDING
+
+
+def _workspace_bytes(problem: Problem) -> int:
+    return 2 * 4 * math.prod(problem.inner_batch) * _padded_rows(problem.m)
+
+
+def forward(problem: Problem, q: Any, k: Any, v: Any, key_bias: Any, o: Any, lse: Any, workspace: Any) -> None:
+    """Fill o and lse (either may be None) from inner views."""
+    named = {"q": q, "k": k, "v": v, "key_bias": key_bias, "o": o, "lse": lse}
+    pointers, strides = _describe(named)
+    aligned = _alignment(pointers, ("q", "k", "v")), pointers["o"] % 16 == 0
+    plan = _plan_forward(problem, _family(problem.device), strides, aligned)
+    _run((plan,), pointers)
+
+
+def backward(
+    problem: Problem, q: Any, k: Any, v: Any, key_bias: Any, do: Any, o: Any, lse: Any, dlse: Any,
+    dq: Any, dk: Any, dv: Any, dkey_bias: Any, workspace: Any,
+) -> None:  # fmt: skip
+    """Fill those of dq, dk, dv and dkey_bias that are not None from inner views."""
+    named = {"q": q, "k": k, "v": v, "key_bias": key_bias, "o": o, "lse": lse, "dout": do, "dlse": dlse}
+    named |= {"dq": dq, "dk": dk, "dv": dv, "dkey_bias": dkey_bias}
+    pointers, strides = _describe(named)
+    aligned = _alignment(pointers, ("q", "k", "v", "dout")), _alignment(pointers, ("o", "dout"))
+    stores = tuple(pointers[name] % 16 == 0 for name in ("dq", "dk", "dv"))
+    plan = _plan_backward(problem, _family(problem.device), strides, aligned, stores)
+    if workspace is None:
+        import cupy
+
+        workspace = cupy.empty(workspace_nbytes(problem, "attention_backward"), np.uint8)
+    pointers["lse2"] = -(-workspace.data.ptr // 16) * 16
+    pointers["delta"] = pointers["lse2"] + _workspace_bytes(problem) // 2
+    _run(plan, pointers)
+
+
+def _describe(named: Mapping[str, Any]) -> tuple[dict[str, int], tuple[Strides | None, ...]]:
+    pointers = {name: 0 if x is None else x.data.ptr for name, x in named.items()}
+    return pointers, tuple(None if x is None else x.strides for x in named.values())
+
+
+def _alignment(pointers: Mapping[str, int], names: Iterable[str]) -> int:
+    """The address bits below 16 that any of the arrays uses."""
+    bits = 0
+    for name in names:
+        bits |= pointers[name]
+    return bits & 15
+
+
+def _run(plan: Sequence[_Launch], pointers: Mapping[str, int]) -> None:
+    addresses = [pointers.get(name, 0) for name in params.TENSORS]
+    log = os.environ.get("CUFLASH_LOG") == "1"
+    for launch in plan:
+        if log:
+            print(f"cuflash: {launch.variant}, grid {launch.grid[0]}", file=sys.stderr)
+        packed = np.frombuffer(params.pack(addresses, launch.tail), _PARAMS)[0]
+        launch.kernel(launch.grid, launch.block, (packed,), shared_mem=launch.smem_bytes)
+
+
+# Plans
+
+
+@lru_cache(maxsize=4096)
+def _plan_forward(
+    problem: Problem, family: str, strides: tuple[Strides | None, ...], aligned: tuple[int, bool]
+) -> _Launch:
+    layout = _layout(problem, dict(zip(("q", "k", "v", "key_bias", "o", "lse"), strides, strict=True)))
+    load = _load_kind(layout, ("q", "k", "v"), aligned[0])
+    vector = aligned[1] and _load_kind(layout, ("o",), 0) == "16"
+    variant = _variant(problem, "attention_forward", family, load)
+    blocks = -(-problem.m // variant.tile.block_m)
+    return _launch(problem, variant, layout, blocks, loop=(), store_vector=vector)
+
+
+@lru_cache(maxsize=4096)
+def _plan_backward(
+    problem: Problem,
+    family: str,
+    strides: tuple[Strides | None, ...],
+    aligned: tuple[int, int],
+    stores: tuple[bool, bool, bool],
+) -> tuple[_Launch, ...]:
+    names = ("q", "k", "v", "key_bias", "o", "lse", "dout", "dlse", "dq", "dk", "dv", "dkey_bias")
+    layout = _layout(problem, dict(zip(names, strides, strict=True)))
+    load = _load_kind(layout, ("q", "k", "v", "dout"), aligned[0])
+    store = {
+        name: fits and _load_kind(layout, (name,), 0) == "16" for name, fits in zip(("dq", "dk", "dv"), stores, strict=True)
+    }
+    delta_load = "16" if _load_kind(layout, ("o", "dout"), aligned[1]) == "16" else "strided"
+    target = _target(problem.device)
+    variant = compile.Variant(
+        "attention_delta", family, target, problem.dtype, problem.dtype, tiles.ROW_KERNEL, (), delta_load, False
+    )
+    rows = variant.tile.threads // 8
+    plan = [_launch(problem, variant, layout, _padded_rows(problem.m) // rows, loop=())]
+    if "dq" in layout.strides:
+        variant = _variant(problem, "attention_backward_dq", family, load)
+        blocks = -(-problem.m // variant.tile.block_m)
+        loop = _summed_axes(layout, "dq")
+        plan.append(_launch(problem, variant, layout, blocks, loop, params.NEED_Q, store["dq"]))
+    # One launch for the outputs that are summed over the same axes.
+    bits = {"dk": params.NEED_K, "dv": params.NEED_V, "dkey_bias": params.NEED_KEY_BIAS}
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for name in bits:
+        if name in layout.strides:
+            groups.setdefault(_summed_axes(layout, name), []).append(name)
+    for loop, outputs in groups.items():
+        for operation in tiles.backward_operations(max(problem.d, problem.e)):
+            served = [name for name in outputs if operation.endswith("dkv") or (name == "dv") == operation.endswith("dv")]
+            if not served:
+                continue
+            variant = _variant(problem, operation, family, load)
+            blocks = -(-problem.n // variant.tile.block_n)
+            vector = all(store[name] for name in served if name in store)
+            need = sum(bits[name] for name in served)
+            plan.append(_launch(problem, variant, layout, blocks, loop, need, vector))
+    return tuple(plan)
+
+
+class _Layout(NamedTuple):
+    extents: tuple[int, int, int]
+    strides: dict[str, Strides]
+    """Three batch strides, row, column, in elements, of each array that is there."""
+    lengths: dict[str, tuple[int, int]]
+    """Length of the row axis and of the column axis."""
+
+
+def _layout(problem: Problem, given: Mapping[str, Strides | None]) -> _Layout:
+    """Batch axes coalesced over all arrays of the call, workspace included; strides in elements."""
+    m, n, d, e = problem.m, problem.n, problem.d, problem.e
+    core = {"q": (m, d), "k": (n, d), "v": (n, e), "o": (m, e), "dout": (m, e), "dq": (m, d), "dk": (n, d), "dv": (n, e)}
+    core |= {"key_bias": (n, 0), "lse": (m, 0), "dlse": (m, 0), "dkey_bias": (n, 0)}
+    shapes = {"q": problem.q_batch, "k": problem.k_batch, "v": problem.v_batch, "key_bias": problem.bias_batch}
+    shapes |= {f"d{name}": shape for name, shape in shapes.items()}
+    batch_strides, core_strides = {}, {}
+    for name, strides in given.items():
+        if strides is None:
+            continue
+        itemsize = 4 if core[name][1] == 0 and name in ("key_bias", "lse", "dlse", "dkey_bias") else 2
+        shape = shapes.get(name) or () if name in shapes else problem.inner_batch
+        batch_strides[name] = _batch_strides(problem, shape, strides[: len(shape)], itemsize)
+        tail = [_elements(s, itemsize) for s in strides[len(shape) :]]
+        core_strides[name] = (tail[0], tail[1] if len(tail) > 1 else 0)
+    rows = _padded_rows(m)
+    count = rows
+    contiguous: list[int] = []
+    for extent in reversed(problem.inner_batch):
+        contiguous.insert(0, count)
+        count *= extent
+    for name in ("lse2", "delta"):
+        batch_strides[name], core_strides[name] = tuple(contiguous), (1, 0)
+    axes = _coalesce(problem.inner_batch, batch_strides)
+    return _Layout(axes.extents, {name: axes.strides[name] + core_strides[name] for name in batch_strides}, core)
+
+
+def _elements(stride: int, itemsize: int) -> int:
+    if stride % itemsize:
+        raise NotImplementedError(
+            f"kernels step by whole elements: a stride of {stride} bytes is not a multiple of {itemsize}; copy the array"
+        )
+    return stride // itemsize
+
+
+def _batch_strides(problem: Problem, shape: Sequence[int], strides: Sequence[int], itemsize: int) -> Strides:
+    """Strides, in elements, on every axis of the inner batch; 0 where the array is broadcast."""
+    missing = len(problem.inner_batch) - len(shape)
+    own = (0 if length == 1 else _elements(s, itemsize) for length, s in zip(shape, strides, strict=True))
+    return (0,) * missing + tuple(own)
+
+
+def _coalesce(shape: Sequence[int], strides: Mapping[str, Strides]) -> _Axes:
+    """Merge each two batch axes that all arrays step through as one, in whichever order."""
+    keep = [i for i, length in enumerate(shape) if length != 1]
+    axes = [(shape[i], {name: s[i] for name, s in strides.items()}) for i in keep]
+    merged = True
+    while merged:
+        merged = False
+        for outer in range(len(axes)):
+            for inner in range(len(axes)):
+                length, steps = axes[inner]
+                if outer != inner and all(axes[outer][1][name] == length * step for name, step in steps.items()):
+                    axes[inner] = (length * axes[outer][0], steps)
+                    del axes[outer]
+                    merged = True
+                    break
+            if merged:
+                break
+    if len(axes) > MAX_BATCH_AXES:
+        raise NotImplementedError(
+            f"batch axes of lengths {[length for length, _ in axes]} step through memory in {len(axes)} independent ways, "
+            f"kernels follow {MAX_BATCH_AXES}: make an array contiguous, or call once for each index of an axis"
+        )
+    nothing = (1, dict.fromkeys(strides, 0))
+    axes = [nothing] * (MAX_BATCH_AXES - len(axes)) + axes
+    extents = (axes[0][0], axes[1][0], axes[2][0])
+    return _Axes(extents, {name: (axes[0][1][name], axes[1][1][name], axes[2][1][name]) for name in strides})
+
+
+def _load_kind(layout: _Layout, names: Iterable[str], bits: int) -> str:
+    """The widest load that every row of every array allows; ``bits`` are the low bits of their addresses."""
+    for name in names:
+        if name not in layout.strides:
+            continue
+        *batch, row, col = layout.strides[name]
+        rows, cols = layout.lengths[name]
+        if col != 1 and cols > 1:
+            return "strided"
+        bits |= 2 * (row if rows > 1 else 0)
+        for stride, extent in zip(batch, layout.extents, strict=True):
+            bits |= 2 * stride if extent > 1 else 0
+    return "16" if bits % 16 == 0 else "8" if bits % 8 == 0 else "4" if bits % 4 == 0 else "strided"
+
+
+def _summed_axes(layout: _Layout, name: str) -> tuple[int, ...]:
+    """Batch axes on which the input of a gradient was broadcast: the gradient has nothing to step to there."""
+    return tuple(i for i in range(MAX_BATCH_AXES) if layout.extents[i] > 1 and layout.strides[name][i] == 0)
+
+
+def _exponent_scale(problem: Problem) -> float:
+    return problem.scale * LOG2E
+
+
+def _is_plain(problem: Problem) -> bool:
+    """Whether the scale can wait until the exponent: nothing comes between, and it is a positive normal float32."""
+    return problem.softcap is None and not problem.has_key_bias and 1e-30 < _exponent_scale(problem) < 1e30
+
+
+def _variant(problem: Problem, operation: str, family: str, load: str) -> compile.Variant:
+    target = _target(problem.device)
+    head_dim = next(d for d in tiles.head_dims(operation, load) if d >= max(problem.d, problem.e))
+    plain = _is_plain(problem) and tiles.has_plain(head_dim, load)
+    tile = tiles.tile(operation, head_dim, load, plain, target, family)
+    scores = () if plain else tiles.SCORES
+    return compile.Variant(operation, family, target, problem.dtype, problem.dtype, tile, scores, load, not plain)
+
+
+def _launch(
+    problem: Problem,
+    variant: compile.Variant,
+    layout: _Layout,
+    blocks: int,
+    loop: tuple[int, ...],
+    need: int = 0,
+    store_vector: bool = False,
+) -> _Launch:
+    grid_extents = [1 if i in loop else layout.extents[i] for i in range(MAX_BATCH_AXES)]
+    loop_extents = [layout.extents[i] if i in loop else 1 for i in range(MAX_BATCH_AXES)]
+    grid = blocks * math.prod(grid_extents)
+    if grid > MAX_INT or math.prod(loop_extents) > MAX_INT:
+        raise NotImplementedError(f"{variant.operation} would need {grid} blocks, a launch has at most {MAX_INT}")
+    ints = {f"grid_extent{i}": grid_extents[i] for i in range(MAX_BATCH_AXES)}
+    ints |= {f"loop_extent{i}": loop_extents[i] for i in range(MAX_BATCH_AXES)}
+    ints |= {"seqlen_q": problem.m, "seqlen_k": problem.n, "head_dim": problem.d, "value_dim": problem.e}
+    ints |= {"band_lo": problem.band.lo, "band_hi": problem.band.hi, "need": need, "store_vector": int(store_vector)}
+    floats = {
+        "scale": problem.scale,
+        "exponent_scale": LOG2E if variant.prescaled else _exponent_scale(problem),
+        "lse_scale": 1.0 if variant.prescaled else problem.scale,
+        "softcap": problem.softcap or 0.0,
+    }
+    kernel = compile.kernel(variant, problem.device)
+    smem_bytes = variant.tile.smem_bytes(variant.operation)
+    tail = params.pack_tail(layout.strides, ints, floats)
+    return _Launch(kernel, variant, (grid,), (variant.tile.threads,), smem_bytes, tail)
+
+
+@cache
+def _target(device: int) -> str:
+    import cupy
+
+    capability = cupy.cuda.Device(device).compute_capability
+    return compile.target_of((int(capability[:-1]), int(capability[-1])))
+
+
+def _family(device: int) -> str:
+    """The kernel family that runs on a device: ``CUFLASH_FAMILY``, else the best one built for it."""
+    asked = os.environ.get("CUFLASH_FAMILY")
+    if asked is None:
+        return "sm75" if _target(device) == "75" else "sm80"
+    if asked not in ("sm75", "sm80"):
+        raise ValueError(f"CUFLASH_FAMILY must be sm75 or sm80, got {asked!r}")
+    if asked == "sm80" and _target(device) == "75":
+        raise NotImplementedError("CUFLASH_FAMILY=sm80 needs compute capability 8.0, the device has 7.5")
+    return asked
+
+
+# Merge
+
+
+def merge(os_: Any, lses: Any, o: Any, lse: Any) -> None:
+    """Fill o and lse from parts: tuples of arrays, or one array each with the parts along its first axis."""
+    stacked = not isinstance(os_, tuple)
+    count = os_.shape[0] if stacked else len(os_)
+    if not stacked and count > params.MERGE_PARTS:
+        raise NotImplementedError(
+            f"attention_merge takes at most {params.MERGE_PARTS} separate arrays, got {count}; stacked in one array "
+            "(axis 0) they may be any number"
+        )
+    itemsize, lse_itemsize = o.dtype.itemsize, lse.dtype.itemsize
+    parts = [(os_[0], lses[0])] if stacked else list(zip(os_, lses, strict=True))
+    shape = o.shape[:-2]
+    strides: dict[str, Strides] = {}
+    for i, (a, b) in enumerate([*parts, (o, lse)]):
+        strides[f"o{i}"] = tuple(_elements(s, itemsize) for s in a.strides)
+        strides[f"lse{i}"] = tuple(_elements(s, lse_itemsize) for s in b.strides)
+    axes = _coalesce(shape, {name: s[: len(shape)] for name, s in strides.items()})
+    full = {name: axes.strides[name] + (*strides[name][len(shape) :], 0)[:2] for name in strides}
+    described = [
+        (a.data.ptr, b.data.ptr, full[f"o{i}"], full[f"lse{i}"]) for i, (a, b) in enumerate([*parts, (o, lse)])
+    ]
+    part_strides = (_elements(os_.strides[0], itemsize), _elements(lses.strides[0], lse_itemsize)) if stacked else (0, 0)
+    rows, value_dim = o.shape[-2:]
+    packed = params.pack_merge(described[:-1], described[-1], part_strides, (*axes.extents, rows, value_dim, count))
+    device, dtype = o.device.id, o.dtype.name
+    if dtype == "bfloat16" and _target(device) == "75":
+        raise NotImplementedError("bfloat16 needs compute capability 8.0, the device has 7.5")
+    variant = compile.Variant(
+        "attention_merge", _family(device), _target(device), dtype, dtype, tiles.ROW_KERNEL, (), "strided", False
+    )
+    grid = -(-math.prod(axes.extents) * rows // variant.tile.warps)
+    if grid > MAX_INT:
+        raise NotImplementedError(f"attention_merge would need {grid} blocks, a launch has at most {MAX_INT}")
+    kernel = compile.kernel(variant, device)
+    kernel((grid,), (variant.tile.threads,), (np.frombuffer(packed, _MERGE_PARAMS)[0],))

@@ -1,0 +1,173 @@
+// Backward, keys: one CTA a tile of keys and its values; query blocks stream by. Each warp owns rows of keys and works
+// on transposed scores, so that p^T and ds^T go from accumulators to A operands without leaving registers:
+//   s^T = K Q^T,  dp^T = V dO^T,  p = exp(s - lse),  ds = p (dp - delta),  dV += p^T dO,  dK += ds^T Q.
+// A CTA sums over the batch axes on which its output was broadcast, in a fixed order: no atomics.
+#pragma once
+#include "blocks.cuh"
+#include "epilogue.cuh"
+#include "gemm.cuh"
+#include "locate.cuh"
+#include "pipeline.cuh"
+#include "recompute.cuh"
+
+namespace cuflash {
+
+constexpr int kThreads = 32 * kTile.warps;
+constexpr int kMTiles = kTile.block_n / (16 * kTile.warps);
+static_assert(kMTiles * 16 * kTile.warps == kTile.block_n, "each warp owns whole 16-row tiles of keys");
+static_assert(kTile.block_m % 16 == 0, "p^T is an A operand of whole k steps");
+static_assert(kTile.block_m <= 128, "row vectors are padded to 128 rows");
+
+struct QueryStage {
+  SharedTile<kTile.block_m, kTile.head_dim> q;
+  SharedTile<kTile.block_m, kTile.value_dim> dout;
+  alignas(16) float lse2[kTile.block_m], delta[kTile.block_m];
+};
+struct SharedStorage {
+  SharedTile<kTile.block_n, kTile.head_dim> k;
+  SharedTile<kTile.block_n, kTile.value_dim> v;
+  QueryStage stage[kTile.stages];
+};
+static_assert(sizeof(SharedStorage) == kSmemBytes, "the tile table counts the same bytes");
+
+using Scores = Fragment<kMTiles, kTile.block_m>;  // transposed: rows are keys
+
+// The one that a kernel does not have takes no registers: nothing reads it.
+using GradientK = Fragment<kHasDk ? kMTiles : 1, kHasDk ? kTile.head_dim : 8>;
+using GradientV = Fragment<kHasDv ? kMTiles : 1, kHasDv ? kTile.value_dim : 8>;
+
+__device__ __forceinline__ void store_gradients(const Params& p, GradientK& dk, GradientV& dv,
+                                                const float (&dkey_bias)[2 * kMTiles], SharedStorage& smem) {
+  const Work work = locate_keys(ceil_div(p.seqlen_k, kTile.block_n));
+  const int key0 = work.block * kTile.block_n, keys = min_of(kTile.block_n, p.seqlen_k - key0);
+  const int warp_row0 = warp_id() * 16 * kMTiles;
+  const BatchIndex batch = batch_index(p, work.owned, 0);
+  if constexpr (kHasDk) {
+    if (p.need & kNeedK) {
+      dk.for_each([&](float& x, int, int, int) { x *= p.scale; });
+      u16* dk_gmem = base16(p.dk, p.dk_stride, batch) + key0 * p.dk_stride.row;
+      store_rows<Output>(dk, smem.k, warp_row0, dk_gmem, p.dk_stride.row, p.dk_stride.col, keys, p.head_dim, p.store_vector != 0);
+    }
+    if (kKeyBias && (p.need & kNeedKeyBias)) {
+      float* bias_gmem = p.dkey_bias + offset(p.dkey_bias_stride, batch) + (key0 + warp_row0) * p.dkey_bias_stride.row;
+      Scores::for_each_row([&](int r, int row) {
+        const float sum = quad_sum(dkey_bias[r]);
+        if (lane_id() % 4 == 0 && warp_row0 + row < keys) bias_gmem[row * p.dkey_bias_stride.row] = sum;
+      });
+    }
+  }
+  if constexpr (kHasDv) {
+    if (p.need & kNeedV) {
+      u16* dv_gmem = base16(p.dv, p.dv_stride, batch) + key0 * p.dv_stride.row;
+      store_rows<Output>(dv, smem.k, warp_row0, dv_gmem, p.dv_stride.row, p.dv_stride.col, keys, p.value_dim, p.store_vector != 0);
+    }
+  }
+}
+
+__device__ __forceinline__ void attention_backward_dkv(const Params& p, SharedStorage& smem) {
+  const Work work = locate_keys(ceil_div(p.seqlen_k, kTile.block_n));
+  const int key0 = work.block * kTile.block_n, keys = min_of(kTile.block_n, p.seqlen_k - key0);
+  const int warp_row0 = warp_id() * 16 * kMTiles;
+  const BlockRange blocks = query_blocks(p, key0, key0 + keys, kTile.block_m);
+  const bool has_dout = p.dout != nullptr && p.value_dim > 0;
+  const bool need_ds = kHasDk && (p.need & (kNeedK | kNeedKeyBias));
+  const bool need_dv = kHasDv && has_dout && (p.need & kNeedV);
+
+  GradientK dk;
+  GradientV dv;
+  dk.clear();
+  dv.clear();
+  float dkey_bias[2 * kMTiles] = {};
+
+  for (int summed = 0; summed < loop_count(p); ++summed) {
+    const BatchIndex batch = batch_index(p, work.owned, summed);
+    const u16* q_gmem = base16(p.q, p.q_stride, batch);
+    const u16* dout_gmem = base16(p.dout, p.dout_stride, batch);
+    const float* lse2_gmem = p.lse2 + offset(p.lse2_stride, batch);
+    const float* delta_gmem = p.delta + offset(p.delta_stride, batch);
+    const KeyBias key_bias{p.key_bias == nullptr ? nullptr : p.key_bias + offset(p.key_bias_stride, batch), p.key_bias_stride.row};
+    float bias[2 * kMTiles];
+    Scores::for_each_row([&](int r, int row) {
+      bias[r] = kKeyBias && key0 + warp_row0 + row < p.seqlen_k ? key_bias.value(key0 + warp_row0 + row) : 0.f;
+    });
+
+    const auto load_queries = [&](int block) {
+      QueryStage& stage = smem.stage[block % kTile.stages];
+      const int row0 = block * kTile.block_m, rows = p.seqlen_q - row0;
+      load_tile<kLoad, kThreads>(stage.q, q_gmem + row0 * p.q_stride.row, p.q_stride.row, p.q_stride.col, rows, p.head_dim);
+      if (has_dout)
+        load_tile<kLoad, kThreads>(stage.dout, dout_gmem + row0 * p.dout_stride.row, p.dout_stride.row, p.dout_stride.col, rows, p.value_dim);
+      load_row_vector<kThreads, kTile.block_m>(stage.lse2, lse2_gmem + row0);
+      load_row_vector<kThreads, kTile.block_m>(stage.delta, delta_gmem + row0);
+      copy_commit();
+    };
+
+    const auto step = [&](int block) {
+      const QueryStage& stage = smem.stage[block % kTile.stages];
+      Scores s, dp;
+      s.clear();
+      gemm_nt<Operand, kTile.head_dim>(s, smem.k, warp_row0, stage.q);
+      dp.clear();
+      if (kHasDk && has_dout && need_ds) gemm_nt<Operand, kTile.value_dim>(dp, smem.v, warp_row0, stage.dout);
+      const Band band{p.band_lo, p.band_hi};
+      const int row0 = block * kTile.block_m;
+      const auto to_p_and_ds = [&](auto masked) {
+        s.for_each_with(dp, [&](float& s_or_p, float& dp_or_ds, int slot, int row, int col) {
+          const ValueAndSlope v = score(p, s_or_p, bias[slot]);
+          const int key = warp_row0 + row;
+          const bool seen = !masked.value || (key < keys && band.keeps(row0 + col, key0 + key));
+          s_or_p = seen ? probability(v.value, p.exponent_scale, stage.lse2[col]) : 0.f;
+          const float ds = s_or_p * (dp_or_ds - stage.delta[col]);
+          if constexpr (kHasDk && kKeyBias) dkey_bias[slot] += ds;  // the bias comes after the softcap
+          dp_or_ds = ds * v.slope;
+        });
+      };
+      if (blocks.is_full(block) && keys == kTile.block_n) {
+        to_p_and_ds(Flag<false>{});
+      } else {
+        to_p_and_ds(Flag<true>{});
+      }
+      if constexpr (kHasDv) {
+        if (need_dv) {
+          OperandA<kMTiles, kTile.block_m> p_rmem;
+          to_operand<Operand>(p_rmem, s);
+          gemm_nn<Operand, kTile.block_m>(dv, p_rmem, stage.dout);
+        }
+      }
+      if constexpr (kHasDk) {
+        if (need_ds) {
+          OperandA<kMTiles, kTile.block_m> ds_rmem;
+          to_operand<Operand>(ds_rmem, dp);
+          gemm_nn<Operand, kTile.block_m>(dk, ds_rmem, stage.q);
+        }
+      }
+    };
+
+    if (blocks.end <= blocks.begin) continue;
+    __syncthreads();  // nobody reads the tiles of the batch before any more
+    const u16* k_gmem = base16(p.k, p.k_stride, batch) + key0 * p.k_stride.row;
+    const u16* v_gmem = base16(p.v, p.v_stride, batch) + key0 * p.v_stride.row;
+    load_tile<kLoad, kThreads>(smem.k, k_gmem, p.k_stride.row, p.k_stride.col, keys, p.head_dim);
+    if (kHasDk && has_dout) load_tile<kLoad, kThreads>(smem.v, v_gmem, p.v_stride.row, p.v_stride.col, keys, p.value_dim);
+    load_queries(blocks.begin);
+    for (int block = blocks.begin; block < blocks.end; ++block) {
+      copy_wait<0>();
+      __syncthreads();  // this block's stage has landed for all; nobody reads the other stage any more
+      if (kTile.stages > 1 && block + 1 < blocks.end) load_queries(block + 1);
+      step(block);
+      if (kTile.stages == 1 && block + 1 < blocks.end) {
+        __syncthreads();  // nobody reads the only stage any more
+        load_queries(block + 1);
+      }
+    }
+  }
+
+  store_gradients(p, dk, dv, dkey_bias, smem);
+}
+
+}  // namespace cuflash
+
+extern "C" __global__ void __launch_bounds__(cuflash::kThreads, 1) KERNEL(const __grid_constant__ cuflash::Params p) {
+  extern __shared__ __align__(128) char smem[];
+  cuflash::attention_backward_dkv(p, *reinterpret_cast<cuflash::SharedStorage*>(smem));
+}

@@ -1,0 +1,127 @@
+// Backward, queries: one CTA a tile of query rows, key blocks stream by, as in the forward:
+//   s = Q K^T,  dp = dO V^T,  p = exp(s - lse),  ds = p (dp - delta),  dQ += ds K.
+// A CTA sums over the batch axes on which q was broadcast, in a fixed order: no atomics.
+#pragma once
+#include "blocks.cuh"
+#include "epilogue.cuh"
+#include "gemm.cuh"
+#include "locate.cuh"
+#include "pipeline.cuh"
+#include "recompute.cuh"
+
+namespace cuflash {
+
+constexpr int kThreads = 32 * kTile.warps;
+constexpr int kMTiles = kTile.block_m / (16 * kTile.warps);
+static_assert(kMTiles * 16 * kTile.warps == kTile.block_m, "each warp owns whole 16-row tiles");
+static_assert(kTile.block_m <= 128, "row vectors are padded to 128 rows");
+
+struct KeyStage {
+  SharedTile<kTile.block_n, kTile.head_dim> k;
+  SharedTile<kTile.block_n, kTile.value_dim> v;
+};
+struct SharedStorage {
+  SharedTile<kTile.block_m, kTile.head_dim> q;
+  SharedTile<kTile.block_m, kTile.value_dim> dout;
+  KeyStage stage[kTile.stages];
+};
+static_assert(sizeof(SharedStorage) == kSmemBytes, "the tile table counts the same bytes");
+
+using Scores = Fragment<kMTiles, kTile.block_n>;
+
+__device__ __forceinline__ void store_dq(const Params& p, Fragment<kMTiles, kTile.head_dim>& dq, SharedStorage& smem) {
+  const Work work = locate_rows(ceil_div(p.seqlen_q, kTile.block_m));
+  const int tile_row0 = work.block * kTile.block_m, rows = min_of(kTile.block_m, p.seqlen_q - tile_row0);
+  u16* dq_gmem = base16(p.dq, p.dq_stride, batch_index(p, work.owned, 0)) + tile_row0 * p.dq_stride.row;
+  dq.for_each([&](float& x, int, int, int) { x *= p.scale; });
+  store_rows<Output>(dq, smem.q, warp_id() * 16 * kMTiles, dq_gmem, p.dq_stride.row, p.dq_stride.col, rows, p.head_dim,
+                     p.store_vector != 0);
+}
+
+__device__ __forceinline__ void attention_backward_dq(const Params& p, SharedStorage& smem) {
+  const Work work = locate_rows(ceil_div(p.seqlen_q, kTile.block_m));
+  const int tile_row0 = work.block * kTile.block_m, rows = min_of(kTile.block_m, p.seqlen_q - tile_row0);
+  const int warp_row0 = warp_id() * 16 * kMTiles;
+  const BlockRange blocks = key_blocks(p, tile_row0, tile_row0 + rows, kTile.block_n);
+  const bool has_dout = p.dout != nullptr && p.value_dim > 0;
+
+  Fragment<kMTiles, kTile.head_dim> dq;
+  dq.clear();
+
+  for (int summed = 0; summed < loop_count(p); ++summed) {
+    const BatchIndex batch = batch_index(p, work.owned, summed);
+    const u16* k_gmem = base16(p.k, p.k_stride, batch);
+    const u16* v_gmem = base16(p.v, p.v_stride, batch);
+    const KeyBias key_bias{p.key_bias == nullptr ? nullptr : p.key_bias + offset(p.key_bias_stride, batch), p.key_bias_stride.row};
+    float lse2[2 * kMTiles], delta[2 * kMTiles];
+    Scores::for_each_row([&](int r, int row) {  // rows beyond the length exist in the padded workspace
+      lse2[r] = (p.lse2 + offset(p.lse2_stride, batch))[tile_row0 + warp_row0 + row];
+      delta[r] = (p.delta + offset(p.delta_stride, batch))[tile_row0 + warp_row0 + row];
+    });
+
+    const auto load_keys = [&](int block) {
+      KeyStage& stage = smem.stage[block % kTile.stages];
+      const int key0 = block * kTile.block_n, keys = p.seqlen_k - key0;
+      load_tile<kLoad, kThreads>(stage.k, k_gmem + key0 * p.k_stride.row, p.k_stride.row, p.k_stride.col, keys, p.head_dim);
+      if (has_dout)
+        load_tile<kLoad, kThreads>(stage.v, v_gmem + key0 * p.v_stride.row, p.v_stride.row, p.v_stride.col, keys, p.value_dim);
+      copy_commit();
+    };
+
+    const auto step = [&](int block) {
+      const KeyStage& stage = smem.stage[block % kTile.stages];
+      Scores s, dp;
+      s.clear();
+      gemm_nt<Operand, kTile.head_dim>(s, smem.q, warp_row0, stage.k);
+      dp.clear();
+      if (has_dout) gemm_nt<Operand, kTile.value_dim>(dp, smem.dout, warp_row0, stage.v);
+      const Band band{p.band_lo, p.band_hi};
+      const int key0 = block * kTile.block_n, row0 = tile_row0 + warp_row0;
+      const auto to_ds = [&](auto masked) {
+        s.for_each_with(dp, [&](float& x, float& dp_or_ds, int slot, int row, int col) {
+          const int key = key0 + col;
+          const bool exists = !masked.value || key < p.seqlen_k;
+          const ValueAndSlope v = score(p, x, kKeyBias && exists ? key_bias.value(key) : 0.f);
+          const bool seen = !masked.value || (exists && band.keeps(row0 + row, key));
+          const float probability_ = seen ? probability(v.value, p.exponent_scale, lse2[slot]) : 0.f;
+          dp_or_ds = probability_ * (dp_or_ds - delta[slot]) * v.slope;
+        });
+      };
+      if (blocks.is_full(block)) {
+        to_ds(Flag<false>{});
+      } else {
+        to_ds(Flag<true>{});
+      }
+      OperandA<kMTiles, kTile.block_n> ds_rmem;
+      to_operand<Operand>(ds_rmem, dp);
+      gemm_nn<Operand, kTile.block_n>(dq, ds_rmem, stage.k);
+    };
+
+    if (blocks.end <= blocks.begin) continue;
+    __syncthreads();  // nobody reads the tiles of the batch before any more
+    const u16* q_gmem = base16(p.q, p.q_stride, batch) + tile_row0 * p.q_stride.row;
+    const u16* dout_gmem = base16(p.dout, p.dout_stride, batch) + tile_row0 * p.dout_stride.row;
+    load_tile<kLoad, kThreads>(smem.q, q_gmem, p.q_stride.row, p.q_stride.col, rows, p.head_dim);
+    if (has_dout) load_tile<kLoad, kThreads>(smem.dout, dout_gmem, p.dout_stride.row, p.dout_stride.col, rows, p.value_dim);
+    load_keys(blocks.end - 1);
+    for (int block = blocks.end - 1; block >= blocks.begin; --block) {
+      copy_wait<0>();
+      __syncthreads();  // this block's stage has landed for all; nobody reads the other stage any more
+      if (kTile.stages > 1 && block > blocks.begin) load_keys(block - 1);
+      step(block);
+      if (kTile.stages == 1 && block > blocks.begin) {
+        __syncthreads();  // nobody reads the only stage any more
+        load_keys(block - 1);
+      }
+    }
+  }
+
+  store_dq(p, dq, smem);
+}
+
+}  // namespace cuflash
+
+extern "C" __global__ void __launch_bounds__(cuflash::kThreads, 1) KERNEL(const __grid_constant__ cuflash::Params p) {
+  extern __shared__ __align__(128) char smem[];
+  cuflash::attention_backward_dq(p, *reinterpret_cast<cuflash::SharedStorage*>(smem));
+}

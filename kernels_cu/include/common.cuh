@@ -1,0 +1,51 @@
+// What every kernel file knows: element types, the tile, and compile-time helpers. Header-free on purpose: NVRTC alone.
+#pragma once
+
+namespace cuflash {
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+struct Half {
+  u16 bits;
+};
+struct BFloat16 {
+  u16 bits;
+};
+
+template <class A, class B>
+constexpr bool kSame = false;
+template <class A>
+constexpr bool kSame<A, A> = true;
+
+// A compile-time choice handed to a lambda.
+template <bool kFlag>
+struct Flag {
+  static constexpr bool value = kFlag;
+};
+
+struct Tile {
+  int head_dim, value_dim;  // buckets: the caller's dims are at most these
+  int block_m, block_n;     // query rows and keys of a block
+  int stages, warps;
+};
+
+// How operands come from global memory: vectors of so many bytes, or single elements at any stride.
+enum class LoadKind { k16, k8, k4, kStrided };
+
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+constexpr u32 kFullWarp = 0xffffffffu;
+
+__device__ __forceinline__ float neg_inf() { return __int_as_float(0xff800000); }
+__device__ __forceinline__ float pos_inf() { return __int_as_float(0x7f800000); }
+
+template <class T>
+__host__ __device__ constexpr T min_of(T a, T b) { return a < b ? a : b; }
+template <class T>
+__host__ __device__ constexpr T max_of(T a, T b) { return a > b ? a : b; }
+__host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+}  // namespace cuflash

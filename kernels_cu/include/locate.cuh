@@ -1,0 +1,54 @@
+// From a work index to the segment it stands for. Other layouts of sequences change this file alone.
+#pragma once
+#include "common.cuh"
+#include "params.cuh"
+
+namespace cuflash {
+
+// The CTA's work index. Volatile: read and divided again in the epilogue, not held in registers over the main loop.
+__device__ __forceinline__ int work_index() {
+  int index;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
+  return index;
+}
+
+// The tile and the owned batch position that a CTA works on.
+struct Work {
+  int block, owned;
+};
+// Longest tiles first: under a causal band the last rows see the most keys, and the first keys are seen by most rows.
+__device__ __forceinline__ Work locate_rows(int m_blocks) {
+  const int index = work_index();
+  return {m_blocks - 1 - index % m_blocks, index / m_blocks};
+}
+__device__ __forceinline__ Work locate_keys(int n_blocks) {
+  const int index = work_index();
+  return {index % n_blocks, index / n_blocks};
+}
+
+struct BatchIndex {
+  int i[3];
+};
+
+__device__ __forceinline__ BatchIndex unravel(int index, int extent1, int extent2) {
+  return {{index / extent2 / extent1, index / extent2 % extent1, index % extent2}};
+}
+
+// The batch of grid position `owned` and loop position `summed`; of each axis one of the two is always 0.
+__device__ __forceinline__ BatchIndex batch_index(const Params& p, int owned, int summed) {
+  const BatchIndex g = unravel(owned, p.grid_extent1, p.grid_extent2), l = unravel(summed, p.loop_extent1, p.loop_extent2);
+  return {{g.i[0] + l.i[0], g.i[1] + l.i[1], g.i[2] + l.i[2]}};
+}
+__device__ __forceinline__ int loop_count(const Params& p) { return p.loop_extent0 * p.loop_extent1 * p.loop_extent2; }
+
+__device__ __forceinline__ i64 offset(const Strides& s, BatchIndex b) {
+  return b.i[0] * s.batch[0] + b.i[1] * s.batch[1] + b.i[2] * s.batch[2];
+}
+
+// Base of a batch in an array of 16-bit elements or floats.
+__device__ __forceinline__ const u16* base16(const void* x, const Strides& s, BatchIndex b) {
+  return static_cast<const u16*>(x) + offset(s, b);
+}
+__device__ __forceinline__ u16* base16(void* x, const Strides& s, BatchIndex b) { return static_cast<u16*>(x) + offset(s, b); }
+
+}  // namespace cuflash

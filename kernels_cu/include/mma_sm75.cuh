@@ -1,0 +1,14 @@
+// The family's tensor-core step: two m16n8k8, which split the registers of an m16n8k16 between them.
+#pragma once
+#include "ptx/mma.cuh"
+
+namespace cuflash {
+
+template <class T>
+__device__ __forceinline__ void mma_step(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+  static_assert(kSame<T, Half>, "Turing's tensor cores have no bfloat16");
+  mma_m16n8k8(d, a[0], a[1], b[0], T{});
+  mma_m16n8k8(d, a[2], a[3], b[1], T{});
+}
+
+}  // namespace cuflash

@@ -1,0 +1,33 @@
+// Conversions between float and the 16-bit types, round to nearest even.
+#pragma once
+#include "common.cuh"
+
+namespace cuflash {
+
+__device__ __forceinline__ float to_float(Half x) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+  return y;
+}
+__device__ __forceinline__ float to_float(BFloat16 x) { return __uint_as_float(u32(x.bits) << 16); }
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ double to_float(double x) { return x; }
+
+template <class T>
+__device__ __forceinline__ T from_float(float x);
+template <>
+__device__ __forceinline__ Half from_float<Half>(float x) {
+  Half y;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+  return y;
+}
+template <>
+__device__ __forceinline__ BFloat16 from_float<BFloat16>(float x) {
+  BFloat16 y;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+  return y;
+}
+template <>
+__device__ __forceinline__ float from_float<float>(float x) { return x; }
+
+}  // namespace cuflash

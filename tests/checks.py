@@ -1,0 +1,299 @@
+"""Calls of the public functions on either backend, held to dense float64."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import recording
+import reference
+from backends import GPU, HOST, Backend, Layout, Placed, acc_dtype, place, place_hole, put, same_bits
+from gpu_cases import Case
+
+import cuflash
+from cuflash import compile, tiles
+
+unit_roundoff = reference.unit_roundoff
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_kernels() -> None:
+    """Every kernel that the tests can reach on this GPU, compiled in processes before the first one is used."""
+    if recording.gpu_missing():
+        return
+    capability = GPU.xp.cuda.Device().compute_capability
+    target = compile.target_of((int(capability[:-1]), int(capability[-1])))
+    errors = compile.compile_all(variant for family in MMA_DEPTH for variant in tiles.variants(target, family))
+    assert not errors, str(errors[0])
+
+
+TILE = (64, 64)
+"""Tile of the host specification when it stands for a kernel: a middling one of the tables."""
+MMA_DEPTH = {"sm80": 16, "sm75": 8}
+
+
+class Results(NamedTuple):
+    """Results of both passes as NumPy arrays; None where a call has no such result."""
+
+    o: Any = None
+    lse: Any = None
+    dq: Any = None
+    dk: Any = None
+    dv: Any = None
+    dkey_bias: Any = None
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a result must be, and how far from it it may be: within ``limit * bound``."""
+
+    name: str
+    value: np.ndarray
+    bound: float
+    limit: float
+
+    def check(self, got: np.ndarray) -> None:
+        """Fail unless ``got``, which may repeat the value along leading axes, is within the budget."""
+        assert got.shape[got.ndim - self.value.ndim :] == self.value.shape, f"{self.name}: {got.shape}"
+        excess = reference.excess(got, np.broadcast_to(self.value, got.shape), self.bound, self.limit)
+        assert excess <= 0, f"{self.name} is off by {excess:.3g} more than {self.limit:.3g} * {self.bound:.3g}"
+
+
+def expect(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray | None = None,
+    do: np.ndarray | None = None,
+    dlse: np.ndarray | None = None,
+    *,
+    on_host: bool = False,
+    family: str = "sm80",
+    **options: Any,
+) -> dict[str, Expected]:
+    """Results of a call by dense float64 with the budget of a kernel (of the host specification: ``on_host``)."""
+    dense = reference.dense(q, k, v, **options)
+    exact: dict[str, Any] = {"o": dense.o, "lse": dense.lse}
+    if do is not None or dlse is not None:
+        names = ("dq", "dk", "dv", "dkey_bias")
+        exact |= zip(names, reference.gradients(do, q, k, v, dlse=dlse, **options), strict=True)
+    measure = reference.bounds(do, q, k, v, dlse=dlse, **options)
+    if on_host:
+        unrounded = reference.budget(acc_dtype(q.dtype.name), dense.max_abs_score)
+        # A gradient starts from the rounded o and is rounded itself; lse and dkey_bias are not rounded.
+        rounded = reference.budget(q.dtype, dense.max_abs_score) + unit_roundoff(q.dtype)
+        limits = {name: unrounded if name == "lse" else rounded for name in exact}
+    else:
+        with np.errstate(invalid="ignore"):  # lse of rows without a key: -inf less -inf
+            depth = MMA_DEPTH[family]
+            found = reference.kernel_budget(do, q, k, v, dlse=dlse, tile=TILE, mma_depth=depth, **options).present()
+        # Where e is 0 or v is absent there is no o to speak of, and no error of it.
+        limits = {name: found.get(name, 0.0) for name in exact}
+    return {
+        name: Expected(name, value, getattr(measure, name) or 0.0, limits[name])
+        for name, value in exact.items()
+        if value is not None and not (name in ("o", "dv") and v is None)
+    }
+
+
+def run(
+    backend: Backend,
+    q: Any,
+    k: Any,
+    v: Any,
+    do: np.ndarray | None = None,
+    dlse: np.ndarray | None = None,
+    *,
+    layouts: Mapping[str, Layout] | None = None,
+    **options: Any,
+) -> Results:
+    """Forward, and backward where there is do or dlse. NumPy inputs are placed as ``layouts`` says."""
+    where = layouts or {}
+
+    def there(name: str, x: Any) -> Any:
+        return put(backend, x, where.get(name)) if isinstance(x, np.ndarray) and (
+            backend is not HOST or name in where
+        ) else x  # fmt: skip
+
+    q, k, v, do, dlse = (there(*pair) for pair in (("q", q), ("k", k), ("v", v), ("do", do), ("dlse", dlse)))
+    if options.get("key_bias") is not None:
+        options["key_bias"] = there("key_bias", options["key_bias"])
+    if do is None and dlse is None:
+        results = cuflash.attention(q, k, v, return_lse=True, **options)
+        return Results(*map(backend.get, results))
+    (o, lse), vjp = cuflash.attention_vjp(q, k, v, return_lse=True, **options)
+    return Results(*map(backend.get, (o, lse, *vjp(do, dlse=dlse))))
+
+
+def check(
+    backend: Backend,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    do: np.ndarray | None = None,
+    dlse: np.ndarray | None = None,
+    *,
+    layouts: Mapping[str, Layout] | None = None,
+    **options: Any,
+) -> Results:
+    """``run``, with every result held to dense float64."""
+    got = run(backend, q, k, v, do, dlse, layouts=layouts, **options)
+    for name, expected in expect(q, k, v, do, dlse, on_host=backend is HOST, **options).items():
+        expected.check(getattr(got, name))
+    return got
+
+
+# --- drawn cases -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Call:
+    """A drawn case, placed in a backend's memory."""
+
+    backend: Backend
+    case: Case
+    values: dict[str, np.ndarray]
+    inputs: dict[str, Placed]
+
+    @classmethod
+    def of(cls, backend: Backend, case: Case) -> Call:
+        values = case.arrays()
+        return cls(backend, case, values, {n: place(backend, x, case.layout(n)) for n, x in values.items()})
+
+    def __getitem__(self, name: str) -> Any:
+        return self.inputs[name].array
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options as the functions take them, key_bias included."""
+        return self.case.options | ({"key_bias": self["key_bias"]} if "key_bias" in self.inputs else {})
+
+    @property
+    def reference_options(self) -> dict[str, Any]:
+        return self.case.options | ({"key_bias": self.values["key_bias"]} if "key_bias" in self.values else {})
+
+    def hole(self, name: str) -> Placed:
+        """Room for a result, where the case places it."""
+        case = self.case
+        shapes = {"o": case.o, "lse": case.lse, "dq": case.q, "dk": case.k, "dv": case.v, "dkey_bias": case.key_bias}
+        shape = shapes[name]
+        assert shape is not None
+        dtype = acc_dtype(case.dtype) if name in ("lse", "dkey_bias") else self.values["q"].dtype
+        return place_hole(self.backend, shape, dtype, case.layout(name))
+
+    def finish(self, results: dict[str, Placed], returned: tuple[Any, ...]) -> dict[str, np.ndarray]:
+        """Results as NumPy arrays, once nothing but them has been written."""
+        for placed, array in zip(results.values(), (x for x in returned if x is not None), strict=True):
+            assert array is placed.array, "out= is not what was returned"
+            placed.check_guards()
+        for placed in self.inputs.values():
+            placed.check_unchanged()
+        return {name: self.backend.get(placed.array) for name, placed in results.items()}
+
+
+def check_forward(backend: Backend, case: Case, family: str) -> None:
+    """o and lse of a drawn case, written through ``out=`` into guarded memory, with dirty scratch."""
+    call = Call.of(backend, case)
+    q, k, v = call["q"], call["k"], call["v"]
+    results = {"o": call.hole("o"), "lse": call.hole("lse")}
+    scratch = backend.empty_bytes(cuflash.workspace_nbytes("attention", q, k, v, **call.options))
+    returned = cuflash.attention(
+        q, k, v, return_lse=True, out=tuple(r.array for r in results.values()), workspace=scratch, **call.options
+    )
+    got = call.finish(results, returned)
+    x = call.values
+    wanted = expect(
+        x["q"], x["k"], x["v"], family=family, on_host=backend is HOST, **call.reference_options
+    )
+    for name, array in got.items():
+        wanted[name].check(array)
+    if case.seed % 8 == 0:  # alone, o is the same
+        assert same_bits(backend.get(cuflash.attention(q, k, v, **call.options)), got["o"])
+
+
+def check_backward(
+    backend: Backend, case: Case, family: str, need: tuple[str, ...] | None, has_do: bool, has_dlse: bool, **more: Any
+) -> None:
+    """The gradients that are asked for, from do, dlse or both."""
+    call = Call.of(backend, case)
+    q, k, v = call["q"], call["k"], call["v"]
+    options = call.options | more
+    o, lse = cuflash.attention(q, k, v, return_lse=True, **options)
+    inputs = ("q", "k", "v") + (("key_bias",) if case.key_bias is not None else ())
+    need = None if need is None else tuple(name for name in need if name in inputs)
+    results = {f"d{name}": call.hole(f"d{name}") for name in inputs if need is None or name in need}
+    outs = tuple(results[f"d{name}"].array if f"d{name}" in results else None for name in inputs)
+    scratch = backend.empty_bytes(cuflash.workspace_nbytes("attention_backward", q, k, v, **options))
+    do, dlse = call["do"] if has_do else None, call["dlse"] if has_dlse else None
+    returned = cuflash.attention_backward(
+        do, q, k, v, o, lse, dlse=dlse, need=need, out=outs, workspace=scratch, **options
+    )
+    assert [x is None for x in returned] == [x is None for x in outs]
+    got = call.finish(results, returned)
+    x = call.values
+    do_values, dlse_values = x["do"] if has_do else None, x["dlse"] if has_dlse else None
+    wanted = expect(
+        x["q"], x["k"], x["v"], do_values, dlse_values,
+        family=family, on_host=backend is HOST, **call.reference_options,
+    )  # fmt: skip
+    for name, array in got.items():
+        wanted[name].check(array)
+
+
+def check_lse(backend: Backend, case: Case, family: str) -> None:
+    """attention_lse of a drawn case, whose values are left out, and its gradients."""
+    call = Call.of(backend, case)
+    x, options = call.values, call.options
+    shape = reference.dense(x["q"], x["k"], **call.reference_options).lse.shape
+    dlse = np.random.default_rng(case.seed + 1).standard_normal(shape).astype(acc_dtype(case.dtype))
+    q, k, room = call["q"], call["k"], place_hole(backend, shape, dlse.dtype)
+    scratch = backend.empty_bytes(cuflash.workspace_nbytes("attention_lse", q, k, **options))
+    lse = cuflash.attention_lse(q, k, out=room.array, workspace=scratch, **options)
+    assert lse is room.array
+    room.check_guards()
+    again, vjp = cuflash.attention_lse_vjp(q, k, **options)
+    assert same_bits(backend.get(again), backend.get(lse))
+    names = ("dq", "dk") + (("dkey_bias",) if case.key_bias is not None else ())
+    got = dict(zip(names, map(backend.get, vjp(put(backend, dlse))), strict=True)) | {"lse": backend.get(lse)}
+    wanted = expect(
+        x["q"], x["k"], dlse=dlse, family=family, on_host=backend is HOST, **call.reference_options
+    )
+    for name, array in got.items():
+        wanted[name].check(array)
+
+
+# --- memory ------------------------------------------------------------------------------------------------------
+
+
+class Memory:
+    """Bytes in use beyond those at the start: now at the most."""
+
+    peak = 0
+
+
+@contextmanager
+def measured(backend: Backend) -> Iterator[Memory]:
+    """Measure what is allocated inside the block."""
+    memory = Memory()
+    if backend is HOST:
+        tracemalloc.start()
+        try:
+            yield memory
+            memory.peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        return
+    cupy = backend.xp
+    pool = cupy.cuda.MemoryPool()
+
+    def malloc(size: int) -> Any:
+        block = pool.malloc(size)
+        memory.peak = max(memory.peak, pool.used_bytes())
+        return block
+
+    with cupy.cuda.using_allocator(malloc):
+        yield memory

@@ -1,0 +1,99 @@
+"""Records of test runs on GPUs: what ran where, and the sources it ran.
+
+``python tests/recording.py`` says of each record in ``tests/records`` whether it still matches the sources.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORDS = ROOT / "tests" / "records"
+HOST_SOURCES = ("launch", "compile", "params", "tma", "tiles")
+"""Modules of cuflash that decide what runs on a GPU; those that exist count."""
+
+
+def sources_digest(root: Path = ROOT) -> str:
+    """Digest of everything that decides what runs on a GPU: sorted paths and bytes."""
+    digest = hashlib.sha256()
+    for path in sorted(_sources(root), key=lambda path: path.relative_to(root).as_posix()):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(root).as_posix()}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def _sources(root: Path) -> Iterator[Path]:
+    kernels = root / "kernels_cu"
+    hidden = (path for path in kernels.rglob("*") if path.is_file())
+    yield from (path for path in hidden if not any(part.startswith((".", "__")) for part in path.parts[-2:]))
+    yield from (path for name in HOST_SOURCES if (path := root / "cuflash" / f"{name}.py").is_file())
+
+
+@functools.cache
+def gpu_missing() -> str:
+    """Why no GPU can be used, or an empty string."""
+    try:
+        import cupy
+    except ImportError as error:
+        return f"CuPy is not usable ({error})"
+    try:
+        return "" if cupy.cuda.runtime.getDeviceCount() else "no CUDA device"
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return f"no CUDA device ({error})"
+
+
+def write(path: Path, **results: int | float) -> None:
+    """Write the record of a run that gave these results on the current GPU."""
+    import cupy
+
+    from cuflash.compile import nvrtc_version
+
+    properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
+    record = {
+        "gpu": properties["name"].decode(),
+        "driver": _driver_version(),
+        "nvrtc": str(nvrtc_version()),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **results,
+        "sources": sources_digest(),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def _driver_version() -> str:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return "unknown"
+    query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    answer = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False)
+    return answer.stdout.splitlines()[0].strip() if answer.returncode == 0 and answer.stdout else "unknown"
+
+
+def main() -> int:
+    """Say of each record whether it matches; the exit status is 0 only if there are some and all do."""
+    records = sorted(RECORDS.glob("*.json"))
+    digest = sources_digest()
+    matching = 0
+    for path in records:
+        record = json.loads(path.read_text())
+        matches = record["sources"] == digest and record["failed"] == 0
+        matching += matches
+        verdict = "matches the sources" if matches else "does not match the sources: run the GPU suite again"
+        print(f"{path.name}: {record['gpu']}, {record['date']}, {record['passed']} passed: {verdict}")
+    if not records:
+        print(f"no record in {RECORDS.relative_to(ROOT)}")
+    return 0 if records and matching == len(records) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,311 @@
+"""Dense attention in float64, and what its results may be held to.
+
+Written apart from the package: the whole matrix of scores, `scipy.special.logsumexp`, heads repeated, gradients by the
+textbook. Only `kernel_budget` runs the host specification, as the measure of what a kernel's roundings cost.
+
+Arrays may be NumPy's or CuPy's, of any dtype that casts to float64; options are those of the public functions. Results
+are always float64 ndarrays.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import logsumexp
+
+Array = NDArray[Any]
+Float64 = NDArray[np.float64]
+
+TRUNCATION = 2.0**-23
+"""What one step of a tensor core's float32 accumulation loses of its accumulator at most."""
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Everything about one attention, whole matrices of (*batch, m, n) included."""
+
+    q: Float64
+    k: Float64
+    v: Float64
+    key_bias: Float64
+    scale: float
+    s: Float64
+    slope: Float64
+    p: Float64
+    lse: Float64
+    o: Float64
+
+    @property
+    def max_abs_score(self) -> float:
+        """Largest magnitude of a finite score, before or after its terms."""
+        products = self.scale * (self.q @ self.k.swapaxes(-1, -2))
+        scores = np.concatenate([self.s.ravel(), np.where(np.isneginf(self.s), 0, products).ravel()])
+        return float(np.max(np.abs(scores[np.isfinite(scores)]), initial=0))
+
+
+@dataclass(frozen=True)
+class Results:
+    """One number or array for each result of a call; None where the call has no such result."""
+
+    o: Any = None
+    lse: Any = None
+    dq: Any = None
+    dk: Any = None
+    dv: Any = None
+    dkey_bias: Any = None
+
+    def present(self) -> dict[str, Any]:
+        """The results there are, by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
+
+
+def as_float64(x: Any) -> Float64:
+    """Host copy in float64 of a NumPy or CuPy array."""
+    return np.asarray(x.get() if hasattr(x, "get") else x).astype(np.float64)
+
+
+def visible(m: int, n: int, *, causal: bool = False, align: Any = None, window: Any = None) -> NDArray[np.bool_]:
+    """Matrix (m, n) of which row sees which key."""
+    shift = {None: n - m, "bottom-right": n - m, "top-left": 0}.get(align, align)
+    position = np.arange(m)[:, None] + shift
+    key = np.arange(n)[None, :]
+    seen = np.ones((m, n), bool)
+    if causal:
+        seen &= key <= position
+    left, right = window or (None, None)
+    if left is not None:
+        seen &= key >= position - left
+    if right is not None:
+        seen &= key <= position + right
+    return seen
+
+
+def dense(
+    q: Any,
+    k: Any,
+    v: Any = None,
+    *,
+    causal: bool = False,
+    align: Any = None,
+    window: Any = None,
+    softcap: float | None = None,
+    key_bias: Any = None,
+    scale: float | None = None,
+    grouped_heads: bool = False,
+    **_: Any,
+) -> Dense:
+    """Attention with all its intermediate matrices; options that change no mathematics are ignored."""
+    q, k = as_float64(q), as_float64(k)
+    v = np.zeros((*k.shape[:-1], 0)) if v is None else as_float64(v)
+    bias = np.zeros(k.shape[-2]) if key_bias is None else as_float64(key_bias)
+    if grouped_heads:
+        k, v = (np.repeat(x, q.shape[-3] // x.shape[-3], axis=-3) for x in (k, v))
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    with np.errstate(all="ignore"):
+        s = scale * (q @ k.swapaxes(-1, -2))
+        slope = np.ones_like(s)
+        if softcap is not None:
+            slope = 1 / np.cosh(s / softcap) ** 2
+            s = softcap * np.tanh(s / softcap)
+        batch = np.broadcast_shapes(s.shape[:-2], v.shape[:-2], bias.shape[:-1])
+        s = s + bias[..., None, :]
+        seen = visible(q.shape[-2], k.shape[-2], causal=causal, align=align, window=window)
+        s = np.where(seen & ~np.isneginf(bias)[..., None, :], s, -np.inf)
+        s = np.broadcast_to(s, (*batch, *s.shape[-2:]))
+        lse = logsumexp(s, axis=-1) if s.shape[-1] else np.full(s.shape[:-1], -np.inf)
+        p = np.where(np.isneginf(s), 0, np.exp(s - lse[..., None]))
+        return Dense(q, k, v, bias, scale, s, np.broadcast_to(slope, s.shape), p, lse, p @ v)
+
+
+def attention(q: Any, k: Any, v: Any = None, **options: Any) -> tuple[Float64, Float64]:
+    """o of shape (*batch, m, e) and lse of shape (*batch, m)."""
+    result = dense(q, k, v, **options)
+    return result.o, result.lse
+
+
+def gradients(
+    do: Any, q: Any, k: Any, v: Any = None, *, dlse: Any = None, **options: Any
+) -> tuple[Float64, Float64, Float64 | None, Float64 | None]:
+    """dq, dk, dv and dkey_bias, each of its input's shape; None for an input that is not there."""
+    r = dense(q, k, v, **options)
+    do = np.zeros_like(r.o) if do is None else as_float64(do)
+    dlse = np.zeros_like(r.lse) if dlse is None else as_float64(dlse)
+    dp = do @ r.v.swapaxes(-1, -2)
+    ds = r.p * (dp - np.sum(r.p * dp, axis=-1, keepdims=True) + dlse[..., None])
+    return _combine(r, ds, r.p.swapaxes(-1, -2) @ do, q, k, v, options)
+
+
+def bounds(do: Any, q: Any, k: Any, v: Any = None, *, dlse: Any = None, **options: Any) -> Results:
+    """What errors are measured against, each the maximum over the elements of a result.
+
+    The sums that make an element, with every term taken by magnitude: errors of rounding are small against these, not
+    against a result that the terms may cancel to. lse is measured against 1.
+    """
+    r = dense(q, k, v, **options)
+    do = np.zeros_like(r.o) if do is None else np.abs(as_float64(do))
+    dlse = np.zeros_like(r.lse) if dlse is None else np.abs(as_float64(dlse))
+    spread = do @ np.abs(r.v).swapaxes(-1, -2) + (np.sum(do * np.abs(r.o), axis=-1) + dlse)[..., None]
+    # The softcap's slope is at most 1 and left out: its own rounding errors are not small against itself.
+    magnitudes = replace(r, q=np.abs(r.q), k=np.abs(r.k), scale=abs(r.scale), slope=np.ones_like(r.s))
+    sums = _combine(magnitudes, r.p * spread, r.p.swapaxes(-1, -2) @ do, q, k, v, options)
+    dq, dk, dv, dkey_bias = (None if x is None else largest(x) for x in sums)
+    return Results(None if v is None else largest(r.v), 1.0, dq, dk, dv, dkey_bias)
+
+
+def budget(dtype: Any, max_abs_score: float, accumulate: Any = None) -> float:
+    """Normwise error that a call on the host may have, of a result that is rounded to dtype."""
+    if accumulate is None:
+        accumulate = np.float64 if np.dtype(dtype) == np.float64 else np.float32
+    return float(np.finfo(accumulate).eps) * (64 + 8 * max_abs_score) + unit_roundoff(dtype)
+
+
+def kernel_budget(
+    do: Any,
+    q: Any,
+    k: Any,
+    v: Any = None,
+    *,
+    tile: tuple[int, int],
+    dlse: Any = None,
+    mma_depth: int = 16,
+    **options: Any,
+) -> Results:
+    """Normwise error that a kernel of this tile may have in each result; do None where it runs no backward.
+
+    Derived: twice the error of the host specification in the same tiles when it rounds P and dS where the kernel does
+    (and starts the backward from a rounded o); one more rounding of P or dS that falls to the other side, which in a
+    small problem the host may have been lucky with; `budget` for the float32 arithmetic around the matmuls and the
+    rounding of the result; and what the tensor cores truncate in chains of steps `mma_depth` deep.
+    """
+    dtype = np.dtype(q.dtype)
+    r = dense(q, k, v, **options)
+    measure = bounds(do, q, k, v, dlse=dlse, **options)
+    exact = Results(r.o, r.lse, *gradients(do, q, k, v, dlse=dlse, **options))
+    host = _host_results(do, q, k, v, dlse, tile, options, exact)
+    m, n, d, e = r.q.shape[-2], r.k.shape[-2], r.q.shape[-1], r.v.shape[-1]
+    chains = {"o": n, "lse": 0, "dq": n + e, "dkey_bias": e}
+    chains["dk"], chains["dv"] = (m * _sharing(x, r) + e for x in (k, k if v is None else v))
+    score_error = 2 * math.ceil(d / mma_depth) * TRUNCATION * r.max_abs_score
+    float32_error = budget(np.float32, r.max_abs_score)
+    limits = {}
+    for name, result in host.present().items():
+        unrounded = name in ("lse", "dkey_bias")
+        bound = getattr(measure, name)
+        own = largest(result - getattr(exact, name)) / bound if bound else 0.0
+        flip = 0.0 if unrounded else 2 * unit_roundoff(dtype) * largest(r.p)
+        chain = math.ceil(chains[name] / mma_depth) * TRUNCATION
+        rounding = 0.0 if unrounded else unit_roundoff(dtype)
+        limits[name] = 2 * own + flip + score_error + chain + float32_error + rounding
+    return Results(**limits)
+
+
+def unit_roundoff(dtype: Any) -> float:
+    """Largest relative error of rounding to dtype."""
+    dtype = np.dtype(dtype)
+    return 2.0**-8 if dtype.name == "bfloat16" else float(np.finfo(dtype).eps) / 2
+
+
+def excess(actual: Any, exact: Any, bound: float, limit: float) -> float:
+    """How far an error goes beyond limit * bound; not above 0 is a pass, nan and inf where exact is finite are not.
+
+    Below the normal numbers of its dtype a result is rounded by steps of the same size, which are allowed too.
+    """
+    dtype = actual.dtype
+    step = 2.0**-133 if dtype.name == "bfloat16" else float(np.finfo(dtype).smallest_subnormal)
+    values = as_float64(actual)
+    if values.shape != np.shape(exact):
+        raise AssertionError(f"shape {values.shape} instead of {np.shape(exact)}")
+    if np.any(np.isinf(exact) & (values != exact)) or np.any(np.isfinite(exact) & ~np.isfinite(values)):
+        return math.inf
+    error = np.abs(np.where(np.isinf(exact), 0, values) - np.where(np.isinf(exact), 0, exact))
+    return float(np.max(error, initial=0)) - limit * bound - step
+
+
+def largest(x: Float64) -> float:
+    """Largest magnitude of the finite elements."""
+    return float(np.max(np.abs(x), where=np.isfinite(x), initial=0))
+
+
+def _sum_to(x: Float64, shape: tuple[int, ...]) -> Float64:
+    """Sum over the axes that an array of the shape was broadcast on."""
+    x = x.sum(axis=tuple(range(x.ndim - len(shape))))
+    return x.sum(axis=tuple(i for i, size in enumerate(shape) if size == 1 and x.shape[i] != 1), keepdims=True)
+
+
+def _sum_heads(x: Float64, shape: tuple[int, ...], grouped: bool) -> Float64:
+    """The same for k and v, whose heads may each serve a group."""
+    if grouped:
+        heads = shape[-3]
+        x = x.reshape(*x.shape[:-3], heads, x.shape[-3] // heads, *x.shape[-2:]).sum(axis=-3)
+    return _sum_to(x, shape)
+
+
+def _combine(
+    r: Dense, ds: Float64, dv: Float64, q: Any, k: Any, v: Any, options: dict[str, Any]
+) -> tuple[Float64, Float64, Float64 | None, Float64 | None]:
+    """Gradients of the inputs from those of the scores after their terms, and from dv of every batch element."""
+    grouped = bool(options.get("grouped_heads"))
+    key_bias = options.get("key_bias")
+    dq = _sum_to(r.scale * ((r.slope * ds) @ r.k), q.shape)
+    dk = _sum_heads(r.scale * ((r.slope * ds).swapaxes(-1, -2) @ r.q), k.shape, grouped)
+    return (
+        dq,
+        dk,
+        None if v is None else _sum_heads(dv, v.shape, grouped),
+        None if key_bias is None else _sum_to(ds.sum(axis=-2), key_bias.shape),
+    )
+
+
+def _sharing(x: Any, r: Dense) -> int:
+    """Number of batch elements that share one element of x's batch."""
+    return math.prod(r.lse.shape[:-1]) // max(1, math.prod(x.shape[:-2]))
+
+
+def _split_heads(x: Any, heads: int) -> Any:
+    """Inner form of the head axis -3: (heads of k and v, heads of q for each)."""
+    return x.reshape(*x.shape[:-3], heads, x.shape[-3] // heads, *x.shape[-2:])
+
+
+def _host_results(
+    do: Any, q: Any, k: Any, v: Any, dlse: Any, tile: tuple[int, int], options: dict[str, Any], exact: Results
+) -> Results:
+    """The host specification's float32 results when it rounds P, dS and o to the dtype of the operands."""
+    from cuflash import host, score
+
+    q, k, v, do, dlse, bias = (
+        x.get() if hasattr(x, "get") else x for x in (q, k, v, do, dlse, options.get("key_bias"))
+    )
+    dtype, heads = q.dtype, k.shape[-3] if options.get("grouped_heads") else 0
+    if heads:
+        q, k, v, do = (None if x is None else _split_heads(x, heads) for x in (q, k, v, do))
+        dlse = None if dlse is None else _split_heads(dlse[..., None], heads)[..., 0]
+        if bias is not None and bias.ndim > 1:
+            bias = _split_heads(bias[..., None], heads if bias.shape[-2] > 1 else 1)[..., 0]
+    band = score.band(
+        q.shape[-2], k.shape[-2], options.get("causal", False), options.get("align"), options.get("window")
+    )
+    scale = options.get("scale")
+    settings: dict[str, Any] = {
+        "scale": 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
+        "band": band,
+        "softcap": options.get("softcap"),
+        "tile": tile,
+        "operand": dtype,
+    }
+    batch = np.broadcast_shapes(
+        *(x.shape[:-2] for x in (q, k, v) if x is not None), () if bias is None else bias.shape[:-1]
+    )
+    o = None if v is None else np.empty((*batch, q.shape[-2], v.shape[-1]), np.float32)
+    lse = np.empty((*batch, q.shape[-2]), np.float32)
+    host.forward(q, k, v, bias, o, lse, **settings)
+    grads = [None if x is None else np.empty(x.shape, np.float32) for x in (q, k, v, bias)]
+    if do is not None or dlse is not None:
+        host.backward(q, k, v, bias, do, None if o is None else o.astype(dtype), lse, dlse, *grads, **settings)
+    else:
+        grads = [None] * 4
+    results = dict(zip(("o", "lse", "dq", "dk", "dv", "dkey_bias"), (o, lse, *grads), strict=True))
+    return Results(**{name: x.reshape(getattr(exact, name).shape) for name, x in results.items() if x is not None})

@@ -1,0 +1,123 @@
+"""Run every kernel on tiny problems under the eyes of compute-sanitizer. A script, not a test.
+
+The first run, without a tool, compiles; the tools then watch kernels only::
+
+    export PYTHONPATH=.
+    python tests/sanitize.py
+    for tool in memcheck racecheck initcheck synccheck; do
+      compute-sanitizer --tool $tool --error-exitcode 1 python tests/sanitize.py || exit 1
+    done
+
+Arrays are allocated to the byte and without a pool, so that memcheck knows where each one ends. Results are compared
+with the host's, so a run says that kernels ran and computed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from backends import GPU, bits_dtype, normal
+
+import cuflash
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Shapes and options of a call; ``shift`` elements put the arrays off their alignment."""
+
+    m: int
+    n: int
+    d: int
+    e: int
+    dtype: str = "float16"
+    heads: int = 2
+    kv_heads: int = 2
+    shift: int = 0
+    key_bias: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+PROBLEMS = (
+    Problem(1, 1, 8, 8),
+    Problem(70, 130, 64, 64, options={"causal": True, "align": "bottom-right"}),
+    Problem(130, 70, 40, 24, shift=1, key_bias=True, options={"softcap": 5.0}),
+    Problem(65, 65, 128, 128, dtype="bfloat16", heads=4, kv_heads=1, options={"causal": True, "grouped_heads": True}),
+    Problem(33, 97, 256, 256, options={"window": (40, 8), "align": "bottom-right"}),
+    Problem(40, 100, 200, 36, dtype="bfloat16", shift=2, key_bias=True, options={"scale": -0.1}),
+)
+FAMILIES = {"sm80": ("float16", "bfloat16"), "sm75": ("float16",)}
+TOLERANCE = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 3e-2}
+"""Of the largest magnitude: wide enough for any rounding, narrow enough for a wrong element."""
+
+
+def upload(values: np.ndarray, shift: int = 0) -> Any:
+    """A CuPy array over an allocation that ends where it ends."""
+    bits = np.zeros(shift + values.size, bits_dtype(values.dtype))
+    bits[shift:] = values.ravel().view(bits.dtype)
+    return GPU.view(GPU.put(bits), values.dtype, shift * values.itemsize, values.shape, values.strides)
+
+
+def compare(names: tuple[str, ...], got: tuple[Any, ...], want: tuple[Any, ...]) -> None:
+    """Raise unless results agree with the host's."""
+    for name, x, y in zip(names, got, want, strict=True):
+        a, b = GPU.get(x).astype(np.float64), y.astype(np.float64)
+        finite = np.isfinite(b)
+        allowed = TOLERANCE[x.dtype.name] * max(1.0, np.abs(b[finite]).max(initial=0))
+        with np.errstate(invalid="ignore"):
+            wrong = np.where(finite, ~(np.abs(a - b) <= allowed), a != b)
+        if wrong.any():
+            raise SystemExit(f"{name}: {wrong.sum()} of {wrong.size} elements are wrong, first {np.argwhere(wrong)[0]}")
+
+
+def calls(arrays: list[Any], dlse: Any, options: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], tuple[Any, ...]]]:
+    """Every operation on these arrays, with names for its results."""
+    q, k, v, do = arrays
+    gradients = ("dq", "dk", "dv") + (("dkey_bias",) if "key_bias" in options else ())
+    o, lse = cuflash.attention(q, k, v, return_lse=True, **options)
+    yield ("o", "lse"), (o, lse)
+    for deterministic in (True, False):
+        yield gradients, cuflash.attention_backward(
+            do, q, k, v, o, lse, dlse=dlse, deterministic=deterministic, **options
+        )
+    lse, vjp = cuflash.attention_lse_vjp(q, k, **options)
+    yield ("lse", *(name for name in gradients if name != "dv")), (lse, *vjp(dlse))
+    yield ("o", "lse"), cuflash.attention_merge((o, o), (lse, lse))
+
+
+def main() -> None:
+    """Run all problems on both families."""
+    GPU.xp.cuda.set_allocator(None)
+    for family, dtypes in FAMILIES.items():
+        os.environ["CUFLASH_FAMILY"] = family
+        for problem in PROBLEMS:
+            if problem.dtype not in dtypes:
+                continue
+            rng = np.random.default_rng(problem.m)
+            shapes = (
+                (problem.heads, problem.m, problem.d),
+                (problem.kv_heads, problem.n, problem.d),
+                (problem.kv_heads, problem.n, problem.e),
+                (problem.heads, problem.m, problem.e),
+            )
+            host = [normal(rng, shape, problem.dtype) for shape in shapes]
+            dlse = rng.standard_normal((problem.heads, problem.m)).astype(np.float32)
+            on_host, on_gpu = dict(problem.options), dict(problem.options)
+            if problem.key_bias:
+                on_host["key_bias"] = rng.standard_normal(problem.n).astype(np.float32)
+                on_host["key_bias"][::7] = -np.inf
+                on_gpu["key_bias"] = upload(on_host["key_bias"], problem.shift)
+            device = [upload(x, problem.shift) for x in host]
+            both = zip(calls(device, upload(dlse), on_gpu), calls(host, dlse, on_host), strict=True)
+            for (names, got), (_, want) in both:
+                compare(names, got, want)
+            print(f"{family}: {problem}", flush=True)
+    GPU.xp.cuda.Device().synchronize()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""What a cubin is made of: opcode counts from nvdisasm."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sysconfig
+from collections import Counter
+from pathlib import Path
+
+# "        /*0040*/              @P0 LDGSTS.E.BYPASS.128 [R5], [R2.64] ;": address, perhaps a predicate, opcode.
+_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", re.MULTILINE)
+
+
+def nvdisasm() -> str | None:
+    """The disassembler of the ``nvidia-cuda-nvdisasm`` package, else the one of an installed toolkit, else None."""
+    site = Path(sysconfig.get_paths()["purelib"], "nvidia")
+    packaged = sorted(site.glob("*/bin/nvdisasm*"))
+    return str(packaged[-1]) if packaged else shutil.which("nvdisasm")
+
+
+def opcodes(cubin: Path) -> Counter[str]:
+    """How often each opcode occurs, its modifiers left out: ``{"HMMA": 128, "LDGSTS": 24, ...}``."""
+    tool = nvdisasm()
+    if tool is None:  # no skip: what has not been looked at is not proven
+        raise RuntimeError('nvdisasm is missing: pip install "nvidia-cuda-nvdisasm==13.*"')
+    text = subprocess.run([tool, "-c", cubin], check=True, capture_output=True, text=True).stdout
+    return Counter(_INSTRUCTION.findall(text))

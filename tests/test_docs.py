@@ -1,0 +1,52 @@
+"""Every example of a docstring and of README runs, and README speaks of what is there."""
+
+import doctest
+import importlib
+import pkgutil
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import cuflash
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+MODULES = ["cuflash", *(f"cuflash.{module.name}" for module in pkgutil.iter_modules(cuflash.__path__))]
+PUBLIC = [name for name in cuflash.__all__ if name.startswith(("attention", "workspace"))]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_the_examples_of_a_module(module):
+    assert doctest.testmod(importlib.import_module(module)).failed == 0
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_function_has_an_example(name):
+    function = getattr(cuflash, name)
+    assert any(test.examples for test in doctest.DocTestFinder(recurse=False).find(function, name))
+
+
+def test_the_examples_of_readme():
+    result = doctest.testfile(str(README), module_relative=False)
+    assert result.failed == 0
+    assert result.attempted >= 20
+
+
+def test_readme_names_extras_commands_and_files_that_exist():
+    text = README.read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = set(re.findall(r"cuflash\[(\w+)\]", text)) | set(re.findall(r"\.\[(\w+)\]", text))
+    assert extras and extras <= set(project["optional-dependencies"])
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        assert (ROOT / target).exists(), target
+    for name in re.findall(r"`cuflash\.(\w+)", text):
+        assert hasattr(cuflash, name), name
+
+
+def test_readme_has_the_place_of_the_results():
+    """The table between the markers is generated; both must be there, once, in this order."""
+    text = README.read_text()
+    assert re.fullmatch(r"(?s)[^\0]*<!-- results:begin -->.*<!-- results:end -->[^\0]*", text)
+    assert text.count("<!-- results:begin -->") == text.count("<!-- results:end -->") == 1
