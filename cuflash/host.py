@@ -2,7 +2,7 @@
 
 Each function has the outline of its kernels, under the same names and in the same visit order: locate the work, walk
 the blocks, load a tile of q, step (S = Q K^T; score terms; softmax update; rescale of O; O += P V), finish, epilogue.
-What a kernel does for one tile of one head, this does for that tile of several batch elements at once (`_parts`), so
+What a kernel does for one tile of one head, this does for that tile of several batch elements at once (a part), so
 that a batch of short sequences is one batched matmul and not a Python loop.
 
 Arrays come in inner form: validated, batch axes broadcast plainly and aligned at the right, any strides. Operands are
@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -75,33 +76,28 @@ def forward(
     operand : dtype, optional
         Type that the probabilities are rounded to before they meet v, as tensor cores demand.
     """
-    dtype = _accumulation_type(q, accumulate)
-    batch = _batch(q, k, v, key_bias)
-    m, n = q.shape[-2], k.shape[-2]
-    width = max(q.shape[-1], _width(v))
-    block_m, block_n = tile or _default_tile(m, n, width)
+    plan = _plan(q, k, v, key_bias, tile, accumulate)
+    scores = _Scores(scale, band, softcap, key_bias, plan.dtype)
+    buffer = _Buffer(plan.dtype)
     with np.errstate(all="ignore"):
-        scores = _Scores(scale, band, softcap, key_bias, dtype)
-        buffer = _Buffer(dtype)
-        parts = _parts(batch, m, n, block_m, block_n, width)
-        for part, rows in itertools.product(parts, _blocks(m, block_m)):
-            q_tile = _load(q, part, rows, dtype)
-            tile_rows = (*_extent(part), rows.stop - rows.start)
-            softmax = _Softmax((*tile_rows, 1), scores, dtype)
-            acc = None if v is None or o is None else np.zeros((*tile_rows, v.shape[-1]), dtype)
-            for keys in _key_tiles(band, rows, n, block_n):
-                s = buffer.take((*tile_rows, keys.stop - keys.start))
-                scores.compute(q_tile, _load(k, part, keys, dtype), part, rows, keys, s)
-                alpha = softmax.update(s)
-                if acc is not None and v is not None:
-                    acc *= alpha
-                    acc += _rounded(s, operand) @ _load(v, part, keys, dtype)
-            row_sum, row_lse = softmax.finish()
-            if acc is not None and o is not None:
-                acc /= row_sum
-                _take(o, part, 2)[..., rows, :] = acc
-            if lse is not None:
-                _take(lse, part, 1)[..., rows] = row_lse[..., 0]
+        for part in plan.parts():
+            for rows in _blocks(plan.m, plan.block_m):
+                q_tile = _load(q, part, rows, plan.dtype)
+                softmax = _Softmax(scores, (*_extent(part, rows), 1))
+                acc = None if v is None or o is None else np.zeros((*_extent(part, rows), v.shape[-1]), plan.dtype)
+                for keys in _key_tiles(band, rows, plan.n, plan.block_n):
+                    s = buffer.take(_extent(part, rows, keys))
+                    scores.compute(q_tile, _load(k, part, keys, plan.dtype), part, rows, keys, s)
+                    alpha = softmax.update(s)
+                    if acc is not None and v is not None:
+                        acc *= alpha
+                        acc += _rounded(s, operand) @ _load(v, part, keys, plan.dtype)
+                row_sum, row_lse = softmax.finish()
+                if acc is not None and o is not None:
+                    acc /= row_sum
+                    _take(o, part, 2)[..., rows, :] = acc
+                if lse is not None:
+                    _take(lse, part, 1)[..., rows] = row_lse[..., 0]
 
 
 def backward(
@@ -143,35 +139,40 @@ def backward(
     operand : dtype, optional
         Type that the probabilities and the gradients of the scores are rounded to before their matmuls.
     """
-    dtype = _accumulation_type(q, accumulate)
-    batch = _batch(q, k, v, key_bias)
-    m, n = q.shape[-2], k.shape[-2]
-    width = max(q.shape[-1], _width(v))
-    block_m, block_n = tile or _default_tile(m, n, width)
+    plan = _plan(q, k, v, key_bias, tile, accumulate)
+    dtype, m, n = plan.dtype, plan.m, plan.n
+    step = _BackwardStep(_Scores(scale, band, softcap, key_bias, dtype), operand)
+    totals = [_Total(x, plan.batch, core, dtype) for x, core in ((dq, 2), (dk, 2), (dv, 2), (dkey_bias, 1))]
+    dq_total, dk_total, dv_total, dkey_bias_total = totals
     with np.errstate(all="ignore"):
-        step = _BackwardStep(_Scores(scale, band, softcap, key_bias, dtype), operand)
-        totals = [_Total(x, batch, core, dtype) for x, core in ((dq, 2), (dk, 2), (dv, 2), (dkey_bias, 1))]
-        dq_total, dk_total, dv_total, dkey_bias_total = totals
-        for part in _parts(batch, m, n, block_m, block_n, width):
+        for part in plan.parts():
             row_lse = _take(lse, part, 1).astype(dtype)[..., None]
-            row_delta = _delta(do, o, dlse, part, row_lse, block_m)
-            step.dq = dq_total.zeros((*_extent(part), m, q.shape[-1]))
-            for keys in _blocks(n, block_n):
+            row_delta = _delta(do, o, dlse, part, row_lse, plan.block_m)
+            dq_sum = dq_total.zeros((*_extent(part), m, q.shape[-1]))
+            for keys in _blocks(n, plan.block_n):
                 k_tile = _load(k, part, keys, dtype)
                 v_tile = None if v is None or do is None else _load(v, part, keys, dtype)
-                tile_keys = (*_extent(part), keys.stop - keys.start)
-                step.dk = dk_total.zeros((*tile_keys, k.shape[-1]))
-                step.dv = dv_total.zeros((*tile_keys, _width(v)))
-                step.dkey_bias = dkey_bias_total.zeros(tile_keys)
-                for rows in _query_tiles(band, keys, m, block_m):
+                dk_sum = dk_total.zeros((*_extent(part, keys), k.shape[-1]))
+                dv_sum = dv_total.zeros((*_extent(part, keys), _width(v)))
+                dkey_bias_sum = dkey_bias_total.zeros(_extent(part, keys))
+                for rows in _query_tiles(band, keys, m, plan.block_m):
                     q_tile = _load(q, part, rows, dtype)
                     do_tile = None if do is None else _load(do, part, rows, dtype)
-                    row_terms = row_lse[..., rows, :], row_delta[..., rows, :]
-                    step(q_tile, k_tile, v_tile, do_tile, *row_terms, part, rows, keys)
-                dk_total.add(part, keys, step.dk)
-                dv_total.add(part, keys, step.dv)
-                dkey_bias_total.add(part, keys, step.dkey_bias)
-            dq_total.add(part, slice(0, m), step.dq)
+                    p = step.probabilities(q_tile, k_tile, row_lse[..., rows, :], part, rows, keys)
+                    if dv_sum is not None and do_tile is not None:
+                        dv_sum += _rounded(p, operand).swapaxes(-1, -2) @ do_tile
+                    if dq_sum is None and dk_sum is None and dkey_bias_sum is None:
+                        continue
+                    ds = step.gradient(p, do_tile, v_tile, row_delta[..., rows, :], dkey_bias_sum)
+                    # The scale comes with these products, not with every score.
+                    if dq_sum is not None:
+                        dq_sum[..., rows, :] += (ds @ k_tile) * step.scores.scale
+                    if dk_sum is not None:
+                        dk_sum += (ds.swapaxes(-1, -2) @ q_tile) * step.scores.scale
+                dk_total.add(part, keys, dk_sum)
+                dv_total.add(part, keys, dv_sum)
+                dkey_bias_total.add(part, keys, dkey_bias_sum)
+            dq_total.add(part, slice(0, m), dq_sum)
         for total in totals:
             total.finish()
 
@@ -196,7 +197,9 @@ def merge(os: Sequence[Array], lses: Sequence[Array], o: Array, lse: Array) -> N
         # -0.0 is the neutral element of addition: +0.0 would turn a lone -0.0 of o into +0.0.
         acc = np.full(o.shape, -0.0, lse.dtype)
         for part_o, part_lse in zip(os, lses, strict=True):
-            weight = np.where(np.isneginf(part_lse), 0, np.exp(part_lse - row_max))
+            # By comparison, so that a lone +inf has the weight 1 too, where the difference is NaN.
+            weight = np.where(part_lse == row_max, 1, np.exp(part_lse - row_max))
+            weight = np.where(np.isneginf(part_lse), 0, weight)
             row_sum += weight
             acc += np.where(weight[..., None] == 0, -0.0, part_o.astype(lse.dtype) * weight[..., None])
         empty = np.isneginf(row_max)
@@ -215,9 +218,9 @@ class _Scores:
     """
 
     def __init__(self, scale: float, band: Band, softcap: float | None, key_bias: Array | None, dtype: Accumulate):
-        unit = dtype(scale * LOG2E)
+        with np.errstate(all="ignore"):
+            self.scale, unit = dtype(scale), dtype(scale * LOG2E)
         self.prescaled = softcap is not None or key_bias is not None or not unit >= np.finfo(dtype).tiny
-        self.scale = dtype(scale)
         self.unit = dtype(LOG2E) if self.prescaled else unit
         self.natural = dtype(1) if self.prescaled else self.scale
         self.band, self.dtype = band, dtype
@@ -264,10 +267,10 @@ class _Scores:
 class _Softmax:
     """Running maximum and sum of the rows of a tile, in base 2."""
 
-    def __init__(self, shape: tuple[int, ...], scores: _Scores, dtype: Accumulate):
+    def __init__(self, scores: _Scores, shape: tuple[int, ...]):
         self.unit, self.natural = scores.unit, scores.natural
-        self.row_max = np.full(shape, -np.inf, dtype)
-        self.row_sum = np.zeros(shape, dtype)
+        self.row_max = np.full(shape, -np.inf, scores.dtype)
+        self.row_sum = np.zeros(shape, scores.dtype)
 
     def update(self, s: Floats) -> Floats:
         """Turn scores into probabilities in place; returns the factor that rescales earlier sums."""
@@ -298,6 +301,7 @@ class _Softmax:
             (mc + np.log2(self.row_sum)) * self.row_sum.dtype.type(LN2),
             reference * self.natural + np.log(self.row_sum),
         )
+        lse = np.where(self.row_max == np.inf, np.inf, lse)
         return np.where(self.row_sum == 0, 1, self.row_sum), lse
 
     def _reference(self) -> Floats:
@@ -306,55 +310,40 @@ class _Softmax:
 
 
 class _BackwardStep:
-    """One tile of scores in the backward, added to the sums of its rows and keys; sums not asked for are None."""
+    """The matrices of one tile in the backward: P, computed anew, and dS."""
 
     def __init__(self, scores: _Scores, operand: np.dtype[Any] | None):
         self.scores, self.operand = scores, operand
-        self.p, self.dp, self.slope = (_Buffer(scores.dtype) for _ in range(3))
-        self.dq: Floats | None = None
-        self.dk: Floats | None = None
-        self.dv: Floats | None = None
-        self.dkey_bias: Floats | None = None
+        self.p_buffer, self.ds_buffer, self.slope_buffer = (_Buffer(scores.dtype) for _ in range(3))
+        self.slope: Floats | None = None
 
-    def __call__(
-        self,
-        q_tile: Floats,
-        k_tile: Floats,
-        v_tile: Floats | None,
-        do_tile: Floats | None,
-        row_lse: Floats,
-        row_delta: Floats,
-        part: Part,
-        rows: slice,
-        keys: slice,
-    ) -> None:
-        """Compute P anew, then dP and dS, and what these add to the gradients."""
-        shape = (*_extent(part), rows.stop - rows.start, keys.stop - keys.start)
-        p = self.p.take(shape)
-        slope = None if self.scores.softcap is None else self.slope.take(shape)
-        self.scores.compute(q_tile, k_tile, part, rows, keys, p, slope)
+    def probabilities(
+        self, q_tile: Floats, k_tile: Floats, row_lse: Floats, part: Part, rows: slice, keys: slice
+    ) -> Floats:
+        """P of the tile."""
+        shape = _extent(part, rows, keys)
+        p = self.p_buffer.take(shape)
+        self.slope = None if self.scores.softcap is None else self.slope_buffer.take(shape)
+        self.scores.compute(q_tile, k_tile, part, rows, keys, p, self.slope)
         self.scores.probabilities(p, row_lse)
-        if self.dv is not None and do_tile is not None:
-            self.dv += _rounded(p, self.operand).swapaxes(-1, -2) @ do_tile
-        if self.dq is None and self.dk is None and self.dkey_bias is None:
-            return
-        ds = self.dp.take(shape)
+        return p
+
+    def gradient(
+        self, p: Floats, do_tile: Floats | None, v_tile: Floats | None, row_delta: Floats, dkey_bias_sum: Floats | None
+    ) -> Floats:
+        """dS = P * (dP - delta) of the same tile, of the scaled scores; adds the bias's share of it to its sum."""
+        ds = self.ds_buffer.take(p.shape)
         if do_tile is None or v_tile is None:
             ds.fill(0)
         else:
             np.matmul(do_tile, v_tile.swapaxes(-1, -2), out=ds)
         ds -= row_delta
         ds *= p
-        if self.dkey_bias is not None:
-            self.dkey_bias += KeyBias.on_grad(ds)
-        if slope is not None:
-            ds *= slope
-        # The scale of the gradients comes with the small products, not with every score.
-        ds = _rounded(ds, self.operand)
-        if self.dq is not None:
-            self.dq[..., rows, :] += (ds @ k_tile) * self.scores.scale
-        if self.dk is not None:
-            self.dk += (ds.swapaxes(-1, -2) @ q_tile) * self.scores.scale
+        if dkey_bias_sum is not None:
+            dkey_bias_sum += KeyBias.on_grad(ds)
+        if self.slope is not None:
+            ds *= self.slope
+        return _rounded(ds, self.operand)
 
 
 class _Total:
@@ -404,15 +393,42 @@ class _Buffer:
         return self.flat[:size].reshape(shape)
 
 
-def _accumulation_type(q: Array, accumulate: Accumulate | None) -> Accumulate:
-    if accumulate is not None:
-        return accumulate
-    return np.float64 if q.dtype.name == "float64" else np.float32
+@dataclass(frozen=True)
+class _Plan:
+    """How a call is cut up."""
+
+    dtype: Accumulate
+    batch: tuple[int, ...]
+    m: int
+    n: int
+    block_m: int
+    block_n: int
+    count: int
+    """Most batch elements of a part."""
+
+    def parts(self) -> Iterator[Part]:
+        """Locate the work: parts of the batch, in C order."""
+        count = self.count
+        axes: list[list[slice]] = []
+        for extent in reversed(self.batch):
+            step = max(1, min(extent, count))
+            count //= step
+            axes.insert(0, list(_blocks(extent, step)))
+        return itertools.product(*axes)
 
 
-def _batch(q: Array, k: Array, v: Array | None, key_bias: Array | None) -> tuple[int, ...]:
-    shapes = [x.shape[:-2] for x in (q, k, v) if x is not None]
-    return np.broadcast_shapes(*shapes, () if key_bias is None else key_bias.shape[:-1])
+def _plan(
+    q: Array, k: Array, v: Array | None, key_bias: Array | None, tile: Tile | None, accumulate: Accumulate | None
+) -> _Plan:
+    dtype = accumulate or (np.float64 if q.dtype.name == "float64" else np.float32)
+    batches = [x.shape[:-2] for x in (q, k, v) if x is not None]
+    batch = np.broadcast_shapes(*batches, () if key_bias is None else key_bias.shape[:-1])
+    m, n, width = q.shape[-2], k.shape[-2], max(q.shape[-1], _width(v))
+    block_m, block_n = tile or _default_tile(m, n, width)
+    size = block_m * block_n if tile else BLOCK_M * BLOCK_N
+    rows, keys = max(1, min(m, block_m)), max(1, min(n, block_n))
+    count = max(1, min(size // (rows * keys), OPERAND_SIZE // (max(rows, keys) * width)))
+    return _Plan(dtype, batch, m, n, block_m, block_n, count)
 
 
 def _width(v: Array | None) -> int:
@@ -420,31 +436,20 @@ def _width(v: Array | None) -> int:
 
 
 def _default_tile(m: int, n: int, width: int) -> Tile:
-    """Tile of BLOCK_M x BLOCK_N scores, longer on one side where the other is short."""
-    size = BLOCK_M * BLOCK_N
+    """Tile of BLOCK_M x BLOCK_N scores, or longer on one side where the problem is short on the other."""
     longest = max(BLOCK_N, min(LONGEST_BLOCK, OPERAND_SIZE // width))
-    block_n = min(n, max(BLOCK_N, min(size // max(1, min(m, BLOCK_M)), longest)))
-    return min(m, max(BLOCK_M, min(size // max(1, block_n), longest))), block_n
-
-
-def _parts(batch: tuple[int, ...], m: int, n: int, block_m: int, block_n: int, width: int) -> Iterator[Part]:
-    """Locate the work: parts of the batch, of as many elements as fill a tile, in C order."""
-    rows, keys = max(1, min(m, block_m)), max(1, min(n, block_n))
-    count = max(1, min(block_m * block_n // (rows * keys), OPERAND_SIZE // (max(rows, keys) * width)))
-    axes: list[list[slice]] = []
-    for size in reversed(batch):
-        step = max(1, min(size, count))
-        count //= step
-        axes.insert(0, list(_blocks(size, step)))
-    return itertools.product(*axes)
+    block_n = min(longest, max(BLOCK_N, BLOCK_M * BLOCK_N // max(1, min(m, BLOCK_M))))
+    block_m = min(longest, max(1, BLOCK_M * BLOCK_N // max(1, min(n, block_n))))
+    return block_m, block_n
 
 
 def _blocks(size: int, step: int) -> Iterator[slice]:
-    return (slice(begin, min(begin + step, size)) for begin in range(0, size, max(step, 1)))
+    return (slice(begin, min(begin + step, size)) for begin in range(0, size, step))
 
 
-def _extent(part: Part) -> tuple[int, ...]:
-    return tuple(axis.stop - axis.start for axis in part)
+def _extent(part: Part, *spans: slice) -> tuple[int, ...]:
+    """Shape of a tile of a part of the batch."""
+    return tuple(span.stop - span.start for span in (*part, *spans))
 
 
 def _key_tiles(band: Band, rows: slice, n: int, block_n: int) -> Iterator[slice]:
@@ -496,7 +501,7 @@ def _delta(do: Array | None, o: Array | None, dlse: Array | None, part: Part, ro
 
 def _all_small(mc: Floats) -> bool:
     """Whether the references may be rounded apart from the scores (what a warp votes on)."""
-    return bool(np.all(np.abs(mc) < EXACT_REFERENCE))
+    return not np.any(np.abs(mc) >= EXACT_REFERENCE)
 
 
 def _exp2(x: Floats) -> None:

@@ -1,7 +1,8 @@
 """From a problem and its arrays to kernels in a stream.
 
-Everything that depends only on shapes, strides, options and the alignment of pointers is planned once and cached: which
-variant, which grid, the constant part of its parameters. A warm call looks the plan up, packs the pointers and launches.
+Everything that depends only on shapes, strides, options and the alignment of pointers is planned once and cached:
+which variant, which grid, the constant part of its parameters. A warm call looks the plan up, packs the pointers and
+launches.
 """
 
 from __future__ import annotations
@@ -69,31 +70,41 @@ def _check(problem: Problem, family: str) -> None:
     shapes = {"q": (problem.q_batch, problem.q_strides), "k": (problem.k_batch, problem.k_strides)}
     if problem.v_batch is not None and problem.v_strides is not None:
         shapes["v"] = problem.v_batch, problem.v_strides
-    _coalesce(problem.inner_batch, {name: _batch_strides(problem, b, s[: len(b)], 2) for name, (b, s) in shapes.items()})
+    strides = {name: _batch_strides(problem, b, s[: len(b)], 2) for name, (b, s) in shapes.items()}
+    _coalesce(problem.inner_batch, strides)
 
 
 def workspace_nbytes(problem: Problem, operation: str) -> int:
-    """Bytes of scratch memory of a call: none forward, two floats a query row backward."""
+    """Bytes of scratch memory of a call: none forward; backward two floats a query row, and where sums may be unordered
+    one more for each element of q."""
     if operation != "attention_backward":
         return 0
-    return _workspace_bytes(problem) + 16  # the caller's memory may start anywhere: it is used from a multiple of 16
+    # The caller's memory may start anywhere: it is used from a multiple of 16.
+    return 16 + 2 * _row_vector_bytes(problem) + (_dq_accum_bytes(problem) if _may_be_unordered(problem) else 0)
 
 
 def _padded_rows(m: int) -> int:
     return -(-m // tiles.ROW_PADDING) * tiles.ROW_PADDING
 
 
-def _workspace_bytes(problem: Problem) -> int:
-    return 2 * 4 * math.prod(problem.inner_batch) * _padded_rows(problem.m)
+def _row_vector_bytes(problem: Problem) -> int:
+    return 4 * math.prod(problem.inner_batch) * _padded_rows(problem.m)
+
+
+def _dq_accum_bytes(problem: Problem) -> int:
+    return 4 * math.prod(problem.q_batch) * -(-problem.m // 16) * 16 * _unordered_head_dim(problem)
+
+
+def _unordered_head_dim(problem: Problem) -> int:
+    return next(d for d in tiles.head_dims(tiles.UNORDERED, "16") if d >= max(problem.d, problem.e))
 
 
 def forward(problem: Problem, q: Any, k: Any, v: Any, key_bias: Any, o: Any, lse: Any, workspace: Any) -> None:
     """Fill o and lse (either may be None) from inner views."""
-    named = {"q": q, "k": k, "v": v, "key_bias": key_bias, "o": o, "lse": lse}
-    pointers, strides = _describe(named)
-    aligned = _alignment(pointers, ("q", "k", "v")), pointers["o"] % 16 == 0
-    plan = _plan_forward(problem, _family(problem.device), strides, aligned)
-    _run((plan,), pointers)
+    pointers, strides = _describe((q, k, v, key_bias, o, lse))
+    inputs, vector = (pointers[0] | pointers[1] | pointers[2]) & 15, pointers[4] & 15 == 0
+    launch = _plan_forward(problem, _family(problem.device), strides, inputs, vector)
+    _run((launch,), pointers + [0] * (len(params.TENSORS) - len(pointers)))
 
 
 def backward(
@@ -101,41 +112,36 @@ def backward(
     dq: Any, dk: Any, dv: Any, dkey_bias: Any, workspace: Any,
 ) -> None:  # fmt: skip
     """Fill those of dq, dk, dv and dkey_bias that are not None from inner views."""
-    named = {"q": q, "k": k, "v": v, "key_bias": key_bias, "o": o, "lse": lse, "dout": do, "dlse": dlse}
-    named |= {"dq": dq, "dk": dk, "dv": dv, "dkey_bias": dkey_bias}
-    pointers, strides = _describe(named)
-    aligned = _alignment(pointers, ("q", "k", "v", "dout")), _alignment(pointers, ("o", "dout"))
-    stores = tuple(pointers[name] % 16 == 0 for name in ("dq", "dk", "dv"))
-    plan = _plan_backward(problem, _family(problem.device), strides, aligned, stores)
+    import cupy
+
+    inputs, strides = _describe((q, k, v, key_bias, o, lse, do, dlse))
+    results, result_strides = _describe((dq, dk, dv, dkey_bias))
+    aligned = (inputs[0] | inputs[1] | inputs[2] | inputs[6]) & 15, (inputs[4] | inputs[6]) & 15
+    vectors = tuple(x & 15 == 0 for x in results[:3])
+    plan = _plan_backward(problem, _family(problem.device), strides + result_strides, aligned, vectors)
     if workspace is None:
-        import cupy
-
         workspace = cupy.empty(workspace_nbytes(problem, "attention_backward"), np.uint8)
-    pointers["lse2"] = -(-workspace.data.ptr // 16) * 16
-    pointers["delta"] = pointers["lse2"] + _workspace_bytes(problem) // 2
-    _run(plan, pointers)
+    row_lse = -(-workspace.data.ptr // 16) * 16
+    delta = row_lse + _row_vector_bytes(problem)
+    dq_accum = delta + _row_vector_bytes(problem)
+    if any(launch.variant.operation == tiles.UNORDERED for launch in plan):
+        stream = cupy.cuda.get_current_stream().ptr
+        cupy.cuda.runtime.memsetAsync(dq_accum, 0, _dq_accum_bytes(problem), stream)
+    _run(plan, [*inputs, row_lse, delta, *results, dq_accum])
 
 
-def _describe(named: Mapping[str, Any]) -> tuple[dict[str, int], tuple[Strides | None, ...]]:
-    pointers = {name: 0 if x is None else x.data.ptr for name, x in named.items()}
-    return pointers, tuple(None if x is None else x.strides for x in named.values())
+def _describe(arrays: Sequence[Any]) -> tuple[list[int], tuple[Strides | None, ...]]:
+    """Addresses (0 where absent) and strides, in the order of ``params.TENSORS``."""
+    pointers = [0 if x is None else x.data.ptr for x in arrays]
+    return pointers, tuple([None if x is None else x.strides for x in arrays])
 
 
-def _alignment(pointers: Mapping[str, int], names: Iterable[str]) -> int:
-    """The address bits below 16 that any of the arrays uses."""
-    bits = 0
-    for name in names:
-        bits |= pointers[name]
-    return bits & 15
-
-
-def _run(plan: Sequence[_Launch], pointers: Mapping[str, int]) -> None:
-    addresses = [pointers.get(name, 0) for name in params.TENSORS]
+def _run(plan: Sequence[_Launch], pointers: Sequence[int]) -> None:
     log = os.environ.get("CUFLASH_LOG") == "1"
     for launch in plan:
         if log:
             print(f"cuflash: {launch.variant}, grid {launch.grid[0]}", file=sys.stderr)
-        packed = np.frombuffer(params.pack(addresses, launch.tail), _PARAMS)[0]
+        packed = np.frombuffer(params.pack(pointers, launch.tail), _PARAMS)[0]
         launch.kernel(launch.grid, launch.block, (packed,), shared_mem=launch.smem_bytes)
 
 
@@ -144,14 +150,18 @@ def _run(plan: Sequence[_Launch], pointers: Mapping[str, int]) -> None:
 
 @lru_cache(maxsize=4096)
 def _plan_forward(
-    problem: Problem, family: str, strides: tuple[Strides | None, ...], aligned: tuple[int, bool]
+    problem: Problem, family: str, strides: tuple[Strides | None, ...], aligned: int, vector: bool
 ) -> _Launch:
-    layout = _layout(problem, dict(zip(("q", "k", "v", "key_bias", "o", "lse"), strides, strict=True)))
-    load = _load_kind(layout, ("q", "k", "v"), aligned[0])
-    vector = aligned[1] and _load_kind(layout, ("o",), 0) == "16"
+    layout = _layout(problem, dict(zip(params.TENSORS, strides, strict=False)))
+    load = _load_kind(layout, ("q", "k", "v"), aligned)
     variant = _variant(problem, "attention_forward", family, load)
     blocks = -(-problem.m // variant.tile.block_m)
-    return _launch(problem, variant, layout, blocks, loop=(), store_vector=vector)
+    return _launch(problem, variant, layout, blocks, store_vector=vector and _load_kind(layout, ("o",), 0) == "16")
+
+
+GRADIENTS = ("dq", "dk", "dv", "dkey_bias")
+_BACKWARD_TENSORS = ("q", "k", "v", "key_bias", "o", "lse", "dout", "dlse", *GRADIENTS)
+_NEED = {"dk": params.NEED_K, "dv": params.NEED_V, "dkey_bias": params.NEED_KEY_BIAS}
 
 
 @lru_cache(maxsize=4096)
@@ -160,43 +170,65 @@ def _plan_backward(
     family: str,
     strides: tuple[Strides | None, ...],
     aligned: tuple[int, int],
-    stores: tuple[bool, bool, bool],
+    vectors: tuple[bool, ...],
 ) -> tuple[_Launch, ...]:
-    names = ("q", "k", "v", "key_bias", "o", "lse", "dout", "dlse", "dq", "dk", "dv", "dkey_bias")
-    layout = _layout(problem, dict(zip(names, strides, strict=True)))
+    """``aligned``: address bits of what the main kernels load, and of o and do; ``vectors``: of dq, dk, dv."""
+    layout = _layout(problem, dict(zip(_BACKWARD_TENSORS, strides, strict=True)))
     load = _load_kind(layout, ("q", "k", "v", "dout"), aligned[0])
-    store = {
-        name: fits and _load_kind(layout, (name,), 0) == "16" for name, fits in zip(("dq", "dk", "dv"), stores, strict=True)
+    vector = {
+        name: fits and _load_kind(layout, (name,), 0) == "16"
+        for name, fits in zip(GRADIENTS, (*vectors, True), strict=True)
+        if name in layout.strides
     }
-    delta_load = "16" if _load_kind(layout, ("o", "dout"), aligned[1]) == "16" else "strided"
-    target = _target(problem.device)
-    variant = compile.Variant(
-        "attention_delta", family, target, problem.dtype, problem.dtype, tiles.ROW_KERNEL, (), delta_load, False
-    )
-    rows = variant.tile.threads // 8
-    plan = [_launch(problem, variant, layout, _padded_rows(problem.m) // rows, loop=())]
+    delta_load = _load_kind(layout, ("o", "dout"), aligned[1])
+    variant = _row_variant(problem, "attention_delta", family, "16" if delta_load == "16" else "strided")
+    plan = [_launch(problem, variant, layout, _padded_rows(problem.m) // (variant.tile.threads // 8))]
+    if _is_unordered(problem, layout, family, load):
+        return (*plan, *_unordered(problem, layout, family, vector))
     if "dq" in layout.strides:
         variant = _variant(problem, "attention_backward_dq", family, load)
-        blocks = -(-problem.m // variant.tile.block_m)
-        loop = _summed_axes(layout, "dq")
-        plan.append(_launch(problem, variant, layout, blocks, loop, params.NEED_Q, store["dq"]))
+        blocks, loop = -(-problem.m // variant.tile.block_m), _summed_axes(layout, "dq")
+        plan.append(_launch(problem, variant, layout, blocks, loop, params.NEED_Q, vector["dq"]))
     # One launch for the outputs that are summed over the same axes.
-    bits = {"dk": params.NEED_K, "dv": params.NEED_V, "dkey_bias": params.NEED_KEY_BIAS}
     groups: dict[tuple[int, ...], list[str]] = {}
-    for name in bits:
+    for name in _NEED:
         if name in layout.strides:
             groups.setdefault(_summed_axes(layout, name), []).append(name)
     for loop, outputs in groups.items():
-        for operation in tiles.backward_operations(max(problem.d, problem.e)):
-            served = [name for name in outputs if operation.endswith("dkv") or (name == "dv") == operation.endswith("dv")]
-            if not served:
-                continue
-            variant = _variant(problem, operation, family, load)
-            blocks = -(-problem.n // variant.tile.block_n)
-            vector = all(store[name] for name in served if name in store)
-            need = sum(bits[name] for name in served)
-            plan.append(_launch(problem, variant, layout, blocks, loop, need, vector))
+        for operation, served in tiles.backward_operations(max(problem.d, problem.e)).items():
+            names = [name for name in outputs if name in served]
+            if names:
+                variant = _variant(problem, operation, family, load)
+                blocks, need = -(-problem.n // variant.tile.block_n), sum(_NEED[name] for name in names)
+                plan.append(_launch(problem, variant, layout, blocks, loop, need, all(vector[name] for name in names)))
     return tuple(plan)
+
+
+def _may_be_unordered(problem: Problem) -> bool:
+    """Whether the caller and the score terms allow dq by atomic sums."""
+    fits = max(problem.d, problem.e) <= tiles.head_dims(tiles.UNORDERED, "16")[-1]
+    return not problem.deterministic and _is_plain(problem) and fits and problem.has_value
+
+
+def _is_unordered(problem: Problem, layout: _Layout, family: str, load: str) -> bool:
+    """Whether this call takes the unordered kernel, which computes all three gradients and loads vectors."""
+    if not _may_be_unordered(problem) or family == "sm75" or load != "16":
+        return False
+    everything = all(name in layout.strides for name in ("dq", "dk", "dv"))
+    return everything and _summed_axes(layout, "dk") == _summed_axes(layout, "dv")
+
+
+def _unordered(problem: Problem, layout: _Layout, family: str, vector: Mapping[str, bool]) -> tuple[_Launch, _Launch]:
+    """The main kernel, which adds to dq_accum, and the one that rounds that to dq."""
+    main = _variant(problem, tiles.UNORDERED, family, "16")
+    loop, need = _summed_axes(layout, "dk"), params.NEED_K | params.NEED_V
+    blocks = -(-problem.n // main.tile.block_n)
+    convert = _row_variant(problem, "attention_convert", family, "strided")
+    rows = -(-problem.m // (16 * convert.tile.warps))
+    return (
+        _launch(problem, main, layout, blocks, loop, need, vector["dk"] and vector["dv"]),
+        _launch(problem, convert, layout, rows, _summed_axes(layout, "dq")),
+    )
 
 
 class _Layout(NamedTuple):
@@ -207,38 +239,48 @@ class _Layout(NamedTuple):
     """Length of the row axis and of the column axis."""
 
 
+_VECTORS = ("key_bias", "lse", "dlse", "dkey_bias")
+"""Arrays of accumulation dtype with a row axis and no column axis."""
+
+
 def _layout(problem: Problem, given: Mapping[str, Strides | None]) -> _Layout:
     """Batch axes coalesced over all arrays of the call, workspace included; strides in elements."""
     m, n, d, e = problem.m, problem.n, problem.d, problem.e
-    core = {"q": (m, d), "k": (n, d), "v": (n, e), "o": (m, e), "dout": (m, e), "dq": (m, d), "dk": (n, d), "dv": (n, e)}
-    core |= {"key_bias": (n, 0), "lse": (m, 0), "dlse": (m, 0), "dkey_bias": (n, 0)}
+    lengths = {"q": (m, d), "k": (n, d), "v": (n, e), "o": (m, e), "key_bias": (n, 1), "lse": (m, 1)}
+    lengths |= {f"d{name}": pair for name, pair in lengths.items()} | {"dout": (m, e)}
     shapes = {"q": problem.q_batch, "k": problem.k_batch, "v": problem.v_batch, "key_bias": problem.bias_batch}
     shapes |= {f"d{name}": shape for name, shape in shapes.items()}
-    batch_strides, core_strides = {}, {}
+    batch_strides: dict[str, Strides] = {}
+    core_strides: dict[str, Strides] = {}
     for name, strides in given.items():
-        if strides is None:
-            continue
-        itemsize = 4 if core[name][1] == 0 and name in ("key_bias", "lse", "dlse", "dkey_bias") else 2
-        shape = shapes.get(name) or () if name in shapes else problem.inner_batch
-        batch_strides[name] = _batch_strides(problem, shape, strides[: len(shape)], itemsize)
-        tail = [_elements(s, itemsize) for s in strides[len(shape) :]]
-        core_strides[name] = (tail[0], tail[1] if len(tail) > 1 else 0)
-    rows = _padded_rows(m)
-    count = rows
-    contiguous: list[int] = []
-    for extent in reversed(problem.inner_batch):
-        contiguous.insert(0, count)
-        count *= extent
-    for name in ("lse2", "delta"):
-        batch_strides[name], core_strides[name] = tuple(contiguous), (1, 0)
+        if strides is not None:
+            shape = shapes.get(name, problem.inner_batch) or ()
+            itemsize = 4 if name in _VECTORS else 2
+            batch_strides[name] = _batch_strides(problem, shape, strides[: len(shape)], itemsize)
+            core_strides[name] = tuple(_elements(s, itemsize) for s in (*strides[len(shape) :], 0)[:2])
+    for name in ("row_lse", "delta"):
+        batch_strides[name], core_strides[name] = _contiguous(problem, problem.inner_batch, _padded_rows(m)), (1, 0)
+    if _may_be_unordered(problem) and "dq" in batch_strides:
+        row = _unordered_head_dim(problem)
+        batch_strides["dq_accum"] = _contiguous(problem, problem.q_batch, -(-m // 16) * 16 * row)
+        core_strides["dq_accum"] = row, 0
     axes = _coalesce(problem.inner_batch, batch_strides)
-    return _Layout(axes.extents, {name: axes.strides[name] + core_strides[name] for name in batch_strides}, core)
+    return _Layout(axes.extents, {name: axes.strides[name] + core_strides[name] for name in batch_strides}, lengths)
+
+
+def _contiguous(problem: Problem, shape: Sequence[int], count: int) -> Strides:
+    """Batch strides of a workspace array of ``shape`` in C order with ``count`` elements for each batch."""
+    strides: list[int] = []
+    for extent in reversed(shape):
+        strides.insert(0, count)
+        count *= extent
+    return _batch_strides(problem, shape, strides, 1)
 
 
 def _elements(stride: int, itemsize: int) -> int:
     if stride % itemsize:
         raise NotImplementedError(
-            f"kernels step by whole elements: a stride of {stride} bytes is not a multiple of {itemsize}; copy the array"
+            f"kernels step by whole elements; a stride of {stride} bytes is not a multiple of {itemsize}: copy it"
         )
     return stride // itemsize
 
@@ -269,8 +311,8 @@ def _coalesce(shape: Sequence[int], strides: Mapping[str, Strides]) -> _Axes:
                 break
     if len(axes) > MAX_BATCH_AXES:
         raise NotImplementedError(
-            f"batch axes of lengths {[length for length, _ in axes]} step through memory in {len(axes)} independent ways, "
-            f"kernels follow {MAX_BATCH_AXES}: make an array contiguous, or call once for each index of an axis"
+            f"batch axes of lengths {[length for length, _ in axes]} step through memory in {len(axes)} independent "
+            f"ways, kernels follow {MAX_BATCH_AXES}: make an array contiguous, or call once for each index of an axis"
         )
     nothing = (1, dict.fromkeys(strides, 0))
     axes = [nothing] * (MAX_BATCH_AXES - len(axes)) + axes
@@ -313,7 +355,13 @@ def _variant(problem: Problem, operation: str, family: str, load: str) -> compil
     plain = _is_plain(problem) and tiles.has_plain(head_dim, load)
     tile = tiles.tile(operation, head_dim, load, plain, target, family)
     scores = () if plain else tiles.SCORES
-    return compile.Variant(operation, family, target, problem.dtype, problem.dtype, tile, scores, load, not plain)
+    ordered, dtype = operation != tiles.UNORDERED, problem.dtype
+    return compile.Variant(operation, family, target, dtype, dtype, tile, scores, load, not plain, ordered)
+
+
+def _row_variant(problem: Problem, operation: str, family: str, load: str) -> compile.Variant:
+    target = _target(problem.device)
+    return compile.Variant(operation, family, target, problem.dtype, problem.dtype, tiles.ROW_KERNEL, (), load, False)
 
 
 def _launch(
@@ -321,7 +369,7 @@ def _launch(
     variant: compile.Variant,
     layout: _Layout,
     blocks: int,
-    loop: tuple[int, ...],
+    loop: tuple[int, ...] = (),
     need: int = 0,
     store_vector: bool = False,
 ) -> _Launch:
@@ -390,7 +438,9 @@ def merge(os_: Any, lses: Any, o: Any, lse: Any) -> None:
     described = [
         (a.data.ptr, b.data.ptr, full[f"o{i}"], full[f"lse{i}"]) for i, (a, b) in enumerate([*parts, (o, lse)])
     ]
-    part_strides = (_elements(os_.strides[0], itemsize), _elements(lses.strides[0], lse_itemsize)) if stacked else (0, 0)
+    part_strides = (
+        (_elements(os_.strides[0], itemsize), _elements(lses.strides[0], lse_itemsize)) if stacked else (0, 0)
+    )
     rows, value_dim = o.shape[-2:]
     packed = params.pack_merge(described[:-1], described[-1], part_strides, (*axes.extents, rows, value_dim, count))
     device, dtype = o.device.id, o.dtype.name

@@ -11,9 +11,10 @@ import struct
 from collections.abc import Mapping, Sequence
 
 TENSORS = (
-    "q", "k", "v", "key_bias", "o", "lse", "dout", "dlse", "lse2", "delta", "dq", "dk", "dv", "dkey_bias", "dq_accum",
+    "q", "k", "v", "key_bias", "o", "lse", "dout", "dlse", "row_lse", "delta", "dq", "dk", "dv", "dkey_bias",
+    "dq_accum",
 )  # fmt: skip
-"""Arrays of a call. ``lse2``, ``delta`` and ``dq_accum`` live in the workspace."""
+"""Arrays of a call. ``row_lse``, ``delta`` and ``dq_accum`` live in the workspace."""
 
 STRIDES_PER_TENSOR = 5
 """Three batch strides, row, column: in elements. A vector (lse, key_bias, ...) has its length on the row stride."""

@@ -1,7 +1,7 @@
 """Tile tables: the only place that holds tile numbers.
 
-Each row is what one kernel uses at one bucket of head dim under one limit of shared memory; the comment beside a row is
-the measured or counted reason. Head dims between buckets take the next one up, and the loaders fill the rest with zeros.
+Each row is what one kernel uses at one bucket of head dim under one limit of shared memory; the comment beside a row
+is the measured or counted reason. Head dims between buckets take the next one up; the loaders fill the rest with zeros.
 """
 
 from __future__ import annotations
@@ -49,12 +49,14 @@ class Tile:
         """Dynamic shared memory: ``sizeof(SharedStorage)`` of the kernel, which static_asserts that it agrees."""
         q, k = 2 * self.block_m * self.head_dim, 2 * self.block_n * self.head_dim
         do, v = 2 * self.block_m * self.value_dim, 2 * self.block_n * self.value_dim
-        rows = 8 * self.block_m  # lse2 and delta
+        rows = 8 * self.block_m  # row_lse and delta
         match operation:
             case "attention_forward":
                 return q + k + v
             case "attention_backward_dkv" | "attention_backward_dk" | "attention_backward_dv":
                 return k + v + self.stages * (q + do + rows)
+            case "attention_backward_dqkv":
+                return k + v + self.stages * (q + do + rows) + 2 * self.block_m * self.block_n  # ds
             case "attention_backward_dq":
                 return q + do + self.stages * (k + v)
         return 0
@@ -64,23 +66,27 @@ def _rows(*rows: tuple[int, int, int, int, int]) -> dict[int, Tile]:
     return {d: Tile(d, d, block_m, block_n, stages, warps) for d, block_m, block_n, stages, warps in rows}
 
 
-# operation -> kB of shared memory -> head dim -> tile.  Columns: head dim, block_m, block_n, stages, warps.
+# operation -> kB of shared memory, at least -> head dim -> tile.  Columns: head dim, block_m, block_n, stages, warps.
 # A row is chosen by speed on one H200 (bench/NOTES.md) among those that do not spill.
 TABLES: dict[str, dict[int, dict[int, Tile]]] = {
     "attention_forward": {
+        227: _rows(
+            (64, 128, 96, 1, 4),  # 7 percent over 64 keys; 128 keys gave 4 more, and spilled
+            (128, 128, 64, 1, 4),  # 4 percent over 48 keys, which is what other targets compile without a spill
+        ),
         163: _rows(
             (32, 128, 64, 1, 4),
-            (64, 128, 64, 1, 4),
-            (96, 128, 64, 1, 4),
-            (128, 128, 64, 1, 4),  # 32 rows a warp: each K and V fragment read from shared memory serves two products
+            (64, 128, 64, 1, 4),  # 32 rows a warp: each K and V fragment read from shared memory serves two products
+            (96, 128, 48, 1, 4),
+            (128, 128, 48, 1, 4),
             (192, 64, 64, 1, 4),
             (256, 64, 64, 1, 4),  # two CTAs an SM; 128 rows with 8 warps were equal
         ),
         99: _rows(
             (32, 128, 64, 1, 4),
             (64, 128, 64, 1, 4),
-            (96, 128, 64, 1, 4),
-            (128, 128, 64, 1, 4),
+            (96, 128, 48, 1, 4),
+            (128, 128, 48, 1, 4),
             (192, 64, 64, 1, 4),
             (256, 64, 64, 1, 4),  # 96 kB
         ),
@@ -102,6 +108,10 @@ TABLES: dict[str, dict[int, dict[int, Tile]]] = {
         ),
         99: _rows((32, 64, 64, 2, 4), (64, 64, 64, 2, 4), (96, 32, 64, 2, 4), (128, 32, 64, 2, 4)),
         64: _rows((32, 64, 64, 1, 4), (64, 64, 64, 1, 4), (96, 32, 64, 1, 4), (128, 32, 64, 1, 4)),
+    },
+    "attention_backward_dqkv": {
+        163: _rows((64, 64, 128, 2, 8), (128, 32, 128, 2, 8)),  # 16 percent over the ordered kernels at S 4096
+        99: _rows((64, 64, 128, 2, 8), (128, 32, 128, 1, 8)),
     },
     "attention_backward_dk": {
         163: _rows((192, 32, 64, 1, 4), (256, 32, 128, 1, 8)),
@@ -142,7 +152,7 @@ TABLES: dict[str, dict[int, dict[int, Tile]]] = {
 }
 
 GENERAL = {
-    "attention_forward": _rows((128, 64, 64, 1, 4), (256, 64, 32, 1, 4)),
+    "attention_forward": _rows((64, 128, 64, 1, 4), (128, 64, 64, 1, 4), (256, 64, 32, 1, 4)),
     "attention_backward_dq": _rows((256, 64, 16, 1, 4)),
     "attention_backward_dk": _rows((256, 16, 64, 1, 4)),
 }
@@ -150,6 +160,9 @@ GENERAL = {
 
 ROW_KERNEL = Tile(head_dim=32, value_dim=32, block_m=16, block_n=16, stages=1, warps=4)
 """Of the kernels that work on rows, not tiles (delta, merge), only the number of warps matters."""
+
+UNORDERED = "attention_backward_dqkv"
+"""dq, dk and dv in one kernel with atomic sums, for ``deterministic=False``: plain variants with 16-byte loads only."""
 
 LOADS = ("16", "8", "4", "strided")
 SCORES = ("Softcap", "KeyBias")
@@ -160,10 +173,13 @@ UNALIGNED_HEAD_DIMS = (64, 128, 256)
 """Tile head dims of the load kinds below 16 bytes: fewer, since the loads bound them."""
 
 
-def smem_class(target: str, family: str) -> int:
-    """The kB of shared memory by which the tables are split."""
+def _row(operation: str, head_dim: int, target: str, family: str) -> Tile:
+    """The row of the largest class of shared memory that the target has."""
     limit = SMEM_LIMIT["75" if family == "sm75" else target]
-    return 163 if limit >= 163 * 1024 else 99 if limit >= 99 * 1024 else 64
+    classes = TABLES[operation]
+    return next(
+        classes[kb][head_dim] for kb in sorted(classes, reverse=True) if kb * 1024 <= limit and head_dim in classes[kb]
+    )
 
 
 def head_dims(operation: str, load: str) -> list[int]:
@@ -180,14 +196,15 @@ def has_plain(head_dim: int, load: str) -> bool:
 def tile(operation: str, head_dim: int, load: str, plain: bool, target: str, family: str) -> Tile:
     """The tile for at most ``head_dim`` features, of q and k or of v, whichever has more."""
     bucket = next(d for d in head_dims(operation, load) if d >= head_dim)
-    row = TABLES[operation][smem_class(target, family)][bucket]
-    general = GENERAL.get(operation, {}).get(bucket, row)
-    return row if plain or family == "sm75" and general.warps > row.warps else general
+    row = _row(operation, bucket, target, family)
+    return row if plain or family == "sm75" else GENERAL.get(operation, {}).get(bucket, row)
 
 
-def backward_operations(head_dim: int) -> tuple[str, ...]:
+def backward_operations(head_dim: int) -> dict[str, tuple[str, ...]]:
     """Kernels that between them give dk, dv and dkey_bias: two accumulators of more than 128 columns do not fit."""
-    return ("attention_backward_dkv",) if head_dim <= 128 else ("attention_backward_dk", "attention_backward_dv")
+    if head_dim <= 128:
+        return {"attention_backward_dkv": ("dk", "dv", "dkey_bias")}
+    return {"attention_backward_dk": ("dk", "dkey_bias"), "attention_backward_dv": ("dv",)}
 
 
 @lru_cache
@@ -197,12 +214,17 @@ def variants(target: str, family: str) -> list[Variant]:
 
     found = []
     for dtype in ("float16",) if family == "sm75" else ("float16", "bfloat16"):
-        for operation, load in ((o, x) for o in TABLES for x in LOADS):
+        for operation, load in ((o, x) for o in TABLES if o != UNORDERED for x in LOADS):
             for d in head_dims(operation, load):
                 for plain in (False, True) if has_plain(d, load) else (False,):
                     t = tile(operation, d, load, plain, target, family)
                     scores = () if plain else SCORES
                     found.append(Variant(operation, family, target, dtype, dtype, t, scores, load, not plain))
+        if family != "sm75":
+            for d in sorted(TABLES[UNORDERED][163]):
+                t = tile(UNORDERED, d, "16", True, target, family)
+                found.append(Variant(UNORDERED, family, target, dtype, dtype, t, (), "16", False, False))
+            found.append(Variant("attention_convert", family, target, dtype, dtype, ROW_KERNEL, (), "strided", False))
         for load in ("16", "strided"):
             found.append(Variant("attention_delta", family, target, dtype, dtype, ROW_KERNEL, (), load, False))
     for dtype in ("float16", "float32", "float64") if target == "75" else ("float16", "bfloat16", "float32", "float64"):

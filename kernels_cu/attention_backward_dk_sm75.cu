@@ -3,6 +3,6 @@
 #include "mma_sm75.cuh"
 //
 namespace cuflash {
-constexpr bool kHasDk = true, kHasDv = false;
+constexpr bool kHasDk = true, kHasDv = false, kHasDq = false;
 }
 #include "attention_backward_dkv_portable.cuh"

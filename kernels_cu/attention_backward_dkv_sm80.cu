@@ -3,6 +3,6 @@
 #include "mma_sm80.cuh"
 //
 namespace cuflash {
-constexpr bool kHasDk = true, kHasDv = true;
+constexpr bool kHasDk = true, kHasDv = true, kHasDq = false;
 }
 #include "attention_backward_dkv_portable.cuh"

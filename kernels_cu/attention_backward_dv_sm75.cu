@@ -3,6 +3,6 @@
 #include "mma_sm75.cuh"
 //
 namespace cuflash {
-constexpr bool kHasDk = false, kHasDv = true;
+constexpr bool kHasDk = false, kHasDv = true, kHasDq = false;
 }
 #include "attention_backward_dkv_portable.cuh"

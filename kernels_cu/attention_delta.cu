@@ -1,5 +1,5 @@
 // Before the backward: what its kernels need of each query row.
-//   lse2 = lse * log2(e), +inf for a row without keys and for the padding rows: its p is 0
+//   row_lse = lse, but +inf for a row without keys and for the padding rows: its p is 0
 //   delta = rowsum(do * o) - dlse
 #include "locate.cuh"
 #include "ptx/convert.cuh"
@@ -43,7 +43,7 @@ __device__ __forceinline__ void attention_delta(const Params& p) {
   const float lse = p.lse[offset(p.lse_stride, batch) + row_in * p.lse_stride.row];
   if (p.dlse != nullptr) delta -= p.dlse[offset(p.dlse_stride, batch) + row_in * p.dlse_stride.row];
   const bool live = exists && lse != neg_inf();
-  (p.lse2 + offset(p.lse2_stride, batch))[row] = live ? lse * kLog2E : pos_inf();
+  (p.row_lse + offset(p.row_lse_stride, batch))[row] = live ? lse : pos_inf();
   (p.delta + offset(p.delta_stride, batch))[row] = live ? delta : 0.f;
 }
 

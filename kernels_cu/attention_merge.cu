@@ -51,19 +51,25 @@ __device__ __forceinline__ void attention_merge(const MergeParams& p) {
     const Accumulator lse = lse_of(part);
     if (lse > max || lse != lse) max = lse;  // a NaN stays: it compares false from then on
   }
-  for (int part = 0; part < p.parts; ++part) {
+  // By comparison, so that a lone +inf weighs 1 too, where the difference is NaN.
+  const auto weight_of = [&](int part) {
     const Accumulator lse = lse_of(part);
-    if (lse != empty) sum += exponential(lse - max);
-  }
+    return lse == empty ? Accumulator(0) : lse == max ? Accumulator(1) : exponential(lse - max);
+  };
+  for (int part = 0; part < p.parts; ++part) sum += weight_of(part);
   const bool live = max != empty;
-  if (lane == 0) static_cast<Accumulator*>(p.lse)[offset(p.lse_stride, batch) + row * p.lse_stride.row] = live ? max + logarithm(sum) : empty;
+  if (lane == 0) {
+    Accumulator* lse_gmem = static_cast<Accumulator*>(p.lse) + offset(p.lse_stride, batch);
+    lse_gmem[row * p.lse_stride.row] = live ? max + logarithm(sum) : empty;
+  }
+  Output* o_gmem = static_cast<Output*>(p.o) + offset(p.o_stride, batch) + row * p.o_stride.row;
   for (int col = lane; col < p.value_dim; col += 32) {
-    Accumulator o = 0;
+    Accumulator o = -0.f;  // the neutral element of addition: +0 would turn a lone -0 into +0
     for (int part = 0; part < p.parts; ++part) {
-      const Accumulator lse = lse_of(part);
-      if (lse != empty) o += exponential(lse - max) * o_of(part, col);
+      const Accumulator weight = weight_of(part);
+      if (weight != 0) o += weight * o_of(part, col);
     }
-    static_cast<Output*>(p.o)[offset(p.o_stride, batch) + row * p.o_stride.row + col * p.o_stride.col] = round_to<Output>(live ? o / sum : Accumulator(0));
+    o_gmem[col * p.o_stride.col] = round_to<Output>(live ? o / sum : Accumulator(0));
   }
 }
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import tracemalloc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,13 +20,24 @@ import cuflash
 from cuflash import compile, tiles
 
 unit_roundoff = reference.unit_roundoff
+both = pytest.mark.parametrize("backend", [HOST, pytest.param(GPU, marks=pytest.mark.gpu)], ids=["host", "gpu"])
+both_dtypes = pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [pytest.param(HOST, dtype, id=f"host-{dtype}") for dtype in HOST.dtypes]
+    + [pytest.param(GPU, dtype, id=f"gpu-{dtype}", marks=pytest.mark.gpu) for dtype in GPU.dtypes],
+)
+"""Parameters of a test that runs on both backends, and with every dtype of each."""
 
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled_kernels() -> None:
     """Every kernel that the tests can reach on this GPU, compiled in processes before the first one is used."""
-    if recording.gpu_missing():
-        return
+    if not recording.gpu_missing():
+        _compile_kernels()
+
+
+@functools.cache
+def _compile_kernels() -> None:
     capability = GPU.xp.cuda.Device().compute_capability
     target = compile.target_of((int(capability[:-1]), int(capability[-1])))
     errors = compile.compile_all(variant for family in MMA_DEPTH for variant in tiles.variants(target, family))
@@ -35,6 +47,11 @@ def compiled_kernels() -> None:
 TILE = (64, 64)
 """Tile of the host specification when it stands for a kernel: a middling one of the tables."""
 MMA_DEPTH = {"sm80": 16, "sm75": 8}
+
+
+def finite(results: Iterable[np.ndarray | None]) -> bool:
+    """Whether no array has an inf or a nan."""
+    return all(np.isfinite(x.astype(np.float64)).all() for x in results if x is not None)
 
 
 class Results(NamedTuple):

@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _count_examples(test: Any, count: list[int]) -> None:
     """Count the examples that hypothesis runs of a test; parametrised items share one function, wrapped once."""
-    handle = getattr(test, "hypothesis", None)
+    handle: Any = getattr(test, "hypothesis", None)
     inner = getattr(handle, "inner_test", None)
     if inner is None or hasattr(inner, "counts_examples"):
         return

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import logsumexp
+from scipy.special import logsumexp  # type: ignore[import-untyped]
 
 Array = NDArray[Any]
 Float64 = NDArray[np.float64]
@@ -188,7 +188,7 @@ def kernel_budget(
     host = _host_results(do, q, k, v, dlse, tile, options, exact)
     m, n, d, e = r.q.shape[-2], r.k.shape[-2], r.q.shape[-1], r.v.shape[-1]
     chains = {"o": n, "lse": 0, "dq": n + e, "dkey_bias": e}
-    chains["dk"], chains["dv"] = (m * _sharing(x, r) + e for x in (k, k if v is None else v))
+    chains["dk"], chains["dv"] = (m * _sharing(x.shape, r) + e for x in (k, k if v is None else v))
     score_error = 2 * math.ceil(d / mma_depth) * TRUNCATION * r.max_abs_score
     float32_error = budget(np.float32, r.max_abs_score)
     limits = {}
@@ -232,8 +232,10 @@ def largest(x: Float64) -> float:
 
 def _sum_to(x: Float64, shape: tuple[int, ...]) -> Float64:
     """Sum over the axes that an array of the shape was broadcast on."""
-    x = x.sum(axis=tuple(range(x.ndim - len(shape))))
-    return x.sum(axis=tuple(i for i, size in enumerate(shape) if size == 1 and x.shape[i] != 1), keepdims=True)
+    extra = x.ndim - len(shape)
+    axes = tuple(i for i in range(x.ndim) if i < extra or (shape[i - extra] == 1 and x.shape[i] != 1))
+    summed: Float64 = x.sum(axis=axes, keepdims=True)
+    return summed.reshape(shape)
 
 
 def _sum_heads(x: Float64, shape: tuple[int, ...], grouped: bool) -> Float64:
@@ -260,9 +262,9 @@ def _combine(
     )
 
 
-def _sharing(x: Any, r: Dense) -> int:
-    """Number of batch elements that share one element of x's batch."""
-    return math.prod(r.lse.shape[:-1]) // max(1, math.prod(x.shape[:-2]))
+def _sharing(shape: tuple[int, ...], r: Dense) -> int:
+    """Number of batch elements that share one element of an input's batch."""
+    return math.prod(r.lse.shape[:-1]) // max(1, math.prod(shape[:-2]))
 
 
 def _split_heads(x: Any, heads: int) -> Any:
@@ -276,9 +278,8 @@ def _host_results(
     """The host specification's float32 results when it rounds P, dS and o to the dtype of the operands."""
     from cuflash import host, score
 
-    q, k, v, do, dlse, bias = (
-        x.get() if hasattr(x, "get") else x for x in (q, k, v, do, dlse, options.get("key_bias"))
-    )
+    inputs: list[Any] = [q, k, v, do, dlse, options.get("key_bias")]
+    q, k, v, do, dlse, bias = (x.get() if hasattr(x, "get") else x for x in inputs)
     dtype, heads = q.dtype, k.shape[-3] if options.get("grouped_heads") else 0
     if heads:
         q, k, v, do = (None if x is None else _split_heads(x, heads) for x in (q, k, v, do))

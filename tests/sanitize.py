@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-
 from backends import GPU, bits_dtype, normal
 
 import cuflash

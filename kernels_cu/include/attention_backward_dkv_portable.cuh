@@ -2,12 +2,14 @@
 // on transposed scores, so that p^T and ds^T go from accumulators to A operands without leaving registers:
 //   s^T = K Q^T,  dp^T = V dO^T,  p = exp(s - lse),  ds = p (dp - delta),  dV += p^T dO,  dK += ds^T Q.
 // A CTA sums over the batch axes on which its output was broadcast, in a fixed order: no atomics.
+// The unordered form (kHasDq) shares ds between its warps and adds its part of dQ = ds K to a float32 array atomically.
 #pragma once
 #include "blocks.cuh"
 #include "epilogue.cuh"
 #include "gemm.cuh"
 #include "locate.cuh"
 #include "pipeline.cuh"
+#include "ptx/red.cuh"
 #include "recompute.cuh"
 
 namespace cuflash {
@@ -21,13 +23,19 @@ static_assert(kTile.block_m <= 128, "row vectors are padded to 128 rows");
 struct QueryStage {
   SharedTile<kTile.block_m, kTile.head_dim> q;
   SharedTile<kTile.block_m, kTile.value_dim> dout;
-  alignas(16) float lse2[kTile.block_m], delta[kTile.block_m];
+  alignas(16) float lse[kTile.block_m], delta[kTile.block_m];
 };
-struct SharedStorage {
+struct OrderedStorage {
   SharedTile<kTile.block_n, kTile.head_dim> k;
   SharedTile<kTile.block_n, kTile.value_dim> v;
   QueryStage stage[kTile.stages];
 };
+template <int kQueries>  // a template so that a tile without need of ds may be too narrow for it
+struct UnorderedStorage : OrderedStorage {
+  SharedTile<kTile.block_n, kQueries> ds;  // transposed: rows are keys
+};
+using SharedStorage = ConditionalType<kHasDq, UnorderedStorage<kTile.block_m>, OrderedStorage>;
+static_assert(kDeterministic != kHasDq, "atomic sums come in any order");
 static_assert(sizeof(SharedStorage) == kSmemBytes, "the tile table counts the same bytes");
 
 using Scores = Fragment<kMTiles, kTile.block_m>;  // transposed: rows are keys
@@ -64,6 +72,35 @@ __device__ __forceinline__ void store_gradients(const Params& p, GradientK& dk, 
   }
 }
 
+// The CTA's part of dQ for one query block: its warps share their ds, then each takes 16 rows and some columns.
+// dq_accum is kept in register order, so that each instruction of a warp adds to 128 successive bytes.
+template <class Storage>
+__device__ __forceinline__ void add_dq(const Params& p, Storage& smem, const OperandA<kMTiles, kTile.block_m>& ds_rmem,
+                                       float* dq_gmem, int row0) {
+  constexpr int kRowTiles = kTile.block_m / 16, kColumnParts = kTile.warps / kRowTiles;
+  static_assert(kRowTiles * kColumnParts == kTile.warps, "the warps divide a block of dq evenly");
+  constexpr int kCols = kTile.head_dim / kColumnParts;
+  const int tile_row0 = warp_id() % kRowTiles * 16, col0 = warp_id() / kRowTiles * kCols;
+  store_operand(ds_rmem, smem.ds, warp_id() * 16 * kMTiles);
+  __syncthreads();  // ds of all keys is complete; the barrier before the next block frees it again
+  if (row0 + tile_row0 >= p.seqlen_q) return;
+  Fragment<1, kCols> dq;
+  dq.clear();
+#pragma unroll
+  for (int k = 0; k < kTile.block_n / 16; ++k) {
+    u32 a[1][4];
+    load_a_trans(a[0], smem.ds, tile_row0, k);
+#pragma unroll
+    for (int n = 0; n < kCols / 16; ++n) {
+      u32 b[4];
+      load_b_trans(b, smem.k, col0 + 16 * n, k);
+      mma_pair<Operand>(dq, a, b, 2 * n);
+    }
+  }
+  float* to = dq_gmem + i64(row0 + tile_row0) * kTile.head_dim + col0 * 16;
+  dq.for_each_in_order([&](float& x, int index) { red_add(to + index, x); });
+}
+
 __device__ __forceinline__ void attention_backward_dkv(const Params& p, SharedStorage& smem) {
   const Work work = locate_keys(ceil_div(p.seqlen_k, kTile.block_n));
   const int key0 = work.block * kTile.block_n, keys = min_of(kTile.block_n, p.seqlen_k - key0);
@@ -83,8 +120,9 @@ __device__ __forceinline__ void attention_backward_dkv(const Params& p, SharedSt
     const BatchIndex batch = batch_index(p, work.owned, summed);
     const u16* q_gmem = base16(p.q, p.q_stride, batch);
     const u16* dout_gmem = base16(p.dout, p.dout_stride, batch);
-    const float* lse2_gmem = p.lse2 + offset(p.lse2_stride, batch);
+    const float* lse_gmem = p.row_lse + offset(p.row_lse_stride, batch);
     const float* delta_gmem = p.delta + offset(p.delta_stride, batch);
+    float* dq_gmem = p.dq_accum + offset(p.dq_accum_stride, batch);
     const KeyBias key_bias{p.key_bias == nullptr ? nullptr : p.key_bias + offset(p.key_bias_stride, batch), p.key_bias_stride.row};
     float bias[2 * kMTiles];
     Scores::for_each_row([&](int r, int row) {
@@ -97,7 +135,7 @@ __device__ __forceinline__ void attention_backward_dkv(const Params& p, SharedSt
       load_tile<kLoad, kThreads>(stage.q, q_gmem + row0 * p.q_stride.row, p.q_stride.row, p.q_stride.col, rows, p.head_dim);
       if (has_dout)
         load_tile<kLoad, kThreads>(stage.dout, dout_gmem + row0 * p.dout_stride.row, p.dout_stride.row, p.dout_stride.col, rows, p.value_dim);
-      load_row_vector<kThreads, kTile.block_m>(stage.lse2, lse2_gmem + row0);
+      load_row_vector<kThreads, kTile.block_m>(stage.lse, lse_gmem + row0);
       load_row_vector<kThreads, kTile.block_m>(stage.delta, delta_gmem + row0);
       copy_commit();
     };
@@ -111,21 +149,26 @@ __device__ __forceinline__ void attention_backward_dkv(const Params& p, SharedSt
       if (kHasDk && has_dout && need_ds) gemm_nt<Operand, kTile.value_dim>(dp, smem.v, warp_row0, stage.dout);
       const Band band{p.band_lo, p.band_hi};
       const int row0 = block * kTile.block_m;
-      const auto to_p_and_ds = [&](auto masked) {
+      const auto to_p_and_ds = [&](auto masked, auto large) {
+        constexpr bool kMasked = decltype(masked)::value, kLarge = decltype(large)::value;
         s.for_each_with(dp, [&](float& s_or_p, float& dp_or_ds, int slot, int row, int col) {
           const ValueAndSlope v = score(p, s_or_p, bias[slot]);
           const int key = warp_row0 + row;
-          const bool seen = !masked.value || (key < keys && band.keeps(row0 + col, key0 + key));
-          s_or_p = seen ? probability(v.value, p.exponent_scale, stage.lse2[col]) : 0.f;
+          const bool seen = !kMasked || (key < keys && band.keeps(row0 + col, key0 + key));
+          s_or_p = seen ? probability<kLarge>(p, v.value, stage.lse[col]) : 0.f;
           const float ds = s_or_p * (dp_or_ds - stage.delta[col]);
           if constexpr (kHasDk && kKeyBias) dkey_bias[slot] += ds;  // the bias comes after the softcap
           dp_or_ds = ds * v.slope;
         });
       };
-      if (blocks.is_full(block) && keys == kTile.block_n) {
-        to_p_and_ds(Flag<false>{});
+      bool large = false;
+      for (int i = lane_id(); i < kTile.block_m; i += 32) large |= is_large_lse(stage.lse[i]);
+      if (__any_sync(kFullWarp, large)) {
+        to_p_and_ds(Flag<true>{}, Flag<true>{});
+      } else if (blocks.is_full(block) && keys == kTile.block_n) {
+        to_p_and_ds(Flag<false>{}, Flag<false>{});
       } else {
-        to_p_and_ds(Flag<true>{});
+        to_p_and_ds(Flag<true>{}, Flag<false>{});
       }
       if constexpr (kHasDv) {
         if (need_dv) {
@@ -139,6 +182,7 @@ __device__ __forceinline__ void attention_backward_dkv(const Params& p, SharedSt
           OperandA<kMTiles, kTile.block_m> ds_rmem;
           to_operand<Operand>(ds_rmem, dp);
           gemm_nn<Operand, kTile.block_m>(dk, ds_rmem, stage.q);
+          if constexpr (kHasDq) add_dq(p, smem, ds_rmem, dq_gmem, row0);
         }
       }
     };

@@ -53,11 +53,14 @@ __device__ __forceinline__ void attention_backward_dq(const Params& p, SharedSto
     const u16* k_gmem = base16(p.k, p.k_stride, batch);
     const u16* v_gmem = base16(p.v, p.v_stride, batch);
     const KeyBias key_bias{p.key_bias == nullptr ? nullptr : p.key_bias + offset(p.key_bias_stride, batch), p.key_bias_stride.row};
-    float lse2[2 * kMTiles], delta[2 * kMTiles];
+    float lse[2 * kMTiles], delta[2 * kMTiles];
+    bool row_large = false;
     Scores::for_each_row([&](int r, int row) {  // rows beyond the length exist in the padded workspace
-      lse2[r] = (p.lse2 + offset(p.lse2_stride, batch))[tile_row0 + warp_row0 + row];
+      lse[r] = (p.row_lse + offset(p.row_lse_stride, batch))[tile_row0 + warp_row0 + row];
       delta[r] = (p.delta + offset(p.delta_stride, batch))[tile_row0 + warp_row0 + row];
+      row_large |= is_large_lse(lse[r]);
     });
+    const bool any_large = __any_sync(kFullWarp, row_large);
 
     const auto load_keys = [&](int block) {
       KeyStage& stage = smem.stage[block % kTile.stages];
@@ -77,20 +80,23 @@ __device__ __forceinline__ void attention_backward_dq(const Params& p, SharedSto
       if (has_dout) gemm_nt<Operand, kTile.value_dim>(dp, smem.dout, warp_row0, stage.v);
       const Band band{p.band_lo, p.band_hi};
       const int key0 = block * kTile.block_n, row0 = tile_row0 + warp_row0;
-      const auto to_ds = [&](auto masked) {
+      const auto to_ds = [&](auto masked, auto large) {
+        constexpr bool kMasked = decltype(masked)::value, kLarge = decltype(large)::value;
         s.for_each_with(dp, [&](float& x, float& dp_or_ds, int slot, int row, int col) {
           const int key = key0 + col;
-          const bool exists = !masked.value || key < p.seqlen_k;
+          const bool exists = !kMasked || key < p.seqlen_k;
           const ValueAndSlope v = score(p, x, kKeyBias && exists ? key_bias.value(key) : 0.f);
-          const bool seen = !masked.value || (exists && band.keeps(row0 + row, key));
-          const float probability_ = seen ? probability(v.value, p.exponent_scale, lse2[slot]) : 0.f;
-          dp_or_ds = probability_ * (dp_or_ds - delta[slot]) * v.slope;
+          const bool seen = !kMasked || (exists && band.keeps(row0 + row, key));
+          const float p_ij = seen ? probability<kLarge>(p, v.value, lse[slot]) : 0.f;
+          dp_or_ds = p_ij * (dp_or_ds - delta[slot]) * v.slope;
         });
       };
-      if (blocks.is_full(block)) {
-        to_ds(Flag<false>{});
+      if (any_large) {
+        to_ds(Flag<true>{}, Flag<true>{});
+      } else if (blocks.is_full(block)) {
+        to_ds(Flag<false>{}, Flag<false>{});
       } else {
-        to_ds(Flag<true>{});
+        to_ds(Flag<true>{}, Flag<false>{});
       }
       OperandA<kMTiles, kTile.block_n> ds_rmem;
       to_operand<Operand>(ds_rmem, dp);

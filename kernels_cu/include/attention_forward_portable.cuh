@@ -33,7 +33,7 @@ __device__ __forceinline__ void apply_score_terms(Scores& s, const Params& p, co
     const int key = key0 + col;
     if constexpr (kPrescaled) x *= p.scale;
     if constexpr (kSoftcap) x = Softcap::value_and_slope(p, x).value;
-    if constexpr (kKeyBias) x += !kMasked || key < p.seqlen_k ? key_bias.value(key) : 0.f;
+    if constexpr (kKeyBias) x = KeyBias::add(x, !kMasked || key < p.seqlen_k ? key_bias.value(key) : 0.f);
     if constexpr (kMasked) x = key < p.seqlen_k && band.keeps(row0 + row, key) ? x : neg_inf();
   });
 }

@@ -20,6 +20,17 @@ constexpr bool kSame = false;
 template <class A>
 constexpr bool kSame<A, A> = true;
 
+template <bool kFlag, class A, class B>
+struct Conditional {
+  using type = A;
+};
+template <class A, class B>
+struct Conditional<false, A, B> {
+  using type = B;
+};
+template <bool kFlag, class A, class B>
+using ConditionalType = typename Conditional<kFlag, A, B>::type;
+
 // A compile-time choice handed to a lambda.
 template <bool kFlag>
 struct Flag {
@@ -37,6 +48,7 @@ enum class LoadKind { k16, k8, k4, kStrided };
 
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
+constexpr float kLargeExponent = 16777216.f;  // 2^24: from here on float32 has no fraction
 constexpr u32 kFullWarp = 0xffffffffu;
 
 __device__ __forceinline__ float neg_inf() { return __int_as_float(0xff800000); }

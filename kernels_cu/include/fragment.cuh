@@ -1,4 +1,5 @@
 // Register tiles of one warp and the logical position of each element: nothing above this file knows a lane id.
+// The including kernel chose the family of pack().
 #pragma once
 #include "common.cuh"
 #include "ptx/convert.cuh"
@@ -58,6 +59,16 @@ struct Fragment {
       for (int j = 0; j < 2; ++j) f(x[slot / 2][n][2 * (slot % 2) + j]);
   }
 
+  // f(element, index): index counts 8-column tiles, then registers, then lanes. 16 rows are 16 * kCols elements.
+  template <class F>
+  __device__ __forceinline__ void for_each_in_order(F f) {
+    static_assert(kMTiles == 1, "one 16-row tile at a time");
+#pragma unroll
+    for (int n = 0; n < kNTiles; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) f(x[0][n][i], (4 * n + i) * 32 + lane_id());
+  }
+
   // f(row slot, row): the rows of which this lane holds elements.
   template <class F>
   static __device__ __forceinline__ void for_each_row(F f) {
@@ -74,11 +85,6 @@ __device__ __forceinline__ float quad_max(float x) {
 __device__ __forceinline__ float quad_sum(float x) {
   x += __shfl_xor_sync(kFullWarp, x, 1);
   return x + __shfl_xor_sync(kFullWarp, x, 2);
-}
-
-template <class T>
-__device__ __forceinline__ u32 pack(float low, float high) {
-  return u32(from_float<T>(low).bits) | u32(from_float<T>(high).bits) << 16;
 }
 
 // The A operand of a product over kCols: accumulators of column tiles 2k and 2k+1, rounded, are its k step k.
@@ -100,10 +106,29 @@ __device__ __forceinline__ void to_operand(OperandA<kMTiles, kCols>& a, const Fr
       }
 }
 
+// The operand's elements to the warp's rows of a tile.
+template <int kMTiles, int kCols, class SharedT>
+__device__ __forceinline__ void store_operand(const OperandA<kMTiles, kCols>& a, SharedT& tile, int row0) {
+#pragma unroll
+  for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+    for (int k = 0; k < kCols / 16; ++k)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        u16* to = tile.at(row0 + 16 * m + lane_id() / 4 + 8 * (i % 2), 2 * k + i / 2) + 2 * (lane_id() % 4);
+        *reinterpret_cast<u32*>(to) = a.x[m][k][i];
+      }
+}
+
 // Rows row0 .. row0+15, k step `k` of a row-major tile, as an A operand.
 template <class SharedT>
 __device__ __forceinline__ void load_a(u32 (&a)[4], const SharedT& tile, int row0, int k) {
   ldmatrix_x4(a, tile.at(row0 + lane_id() % 16, 2 * k + lane_id() / 16));
+}
+// Columns row0 .. row0+15 of a tile stored as (k, m), rows of k step `k`, as an A operand.
+template <class SharedT>
+__device__ __forceinline__ void load_a_trans(u32 (&a)[4], const SharedT& tile, int row0, int k) {
+  ldmatrix_x4_trans(a, tile.at(16 * k + lane_id() % 8 + lane_id() / 16 * 8, row0 / 8 + lane_id() / 8 % 2));
 }
 // Rows n0 .. n0+15 of a tile stored as (n, k), k step `k`: two B operands of 8 columns.
 template <class SharedT>

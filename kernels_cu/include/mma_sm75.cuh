@@ -1,5 +1,7 @@
-// The family's tensor-core step: two m16n8k8, which split the registers of an m16n8k16 between them.
+// The family's tensor-core step, two m16n8k8 that split the registers of an m16n8k16 between them, and the rounding of its
+// operands.
 #pragma once
+#include "ptx/convert.cuh"
 #include "ptx/mma.cuh"
 
 namespace cuflash {
@@ -9,6 +11,11 @@ __device__ __forceinline__ void mma_step(float (&d)[4], const u32 (&a)[4], const
   static_assert(kSame<T, Half>, "Turing's tensor cores have no bfloat16");
   mma_m16n8k8(d, a[0], a[1], b[0], T{});
   mma_m16n8k8(d, a[2], a[3], b[1], T{});
+}
+
+template <class T>
+__device__ __forceinline__ u32 pack(float low, float high) {
+  return u32(from_float<T>(low).bits) | u32(from_float<T>(high).bits) << 16;
 }
 
 }  // namespace cuflash

@@ -20,14 +20,14 @@ struct Params {
   float* lse;            // (batch, seqlen_q) or null
   const void* dout;      // (batch, seqlen_q, value_dim) or null
   const float* dlse;     // (batch, seqlen_q) or null
-  float* lse2;           // workspace (batch, seqlen_q rounded up): lse * log2(e), +inf where a row has no key
+  float* row_lse;           // workspace (batch, seqlen_q rounded up): lse, +inf where a row has no key
   float* delta;          // workspace (batch, seqlen_q rounded up): rowsum(do * o) - dlse
   void* dq;              // as q
   void* dk;              // as k
   void* dv;              // as v
   float* dkey_bias;      // as key_bias
-  float* dq_accum;       // workspace (batch, seqlen_q, head_dim) of the unordered mode, else null
-  Strides q_stride, k_stride, v_stride, key_bias_stride, o_stride, lse_stride, dout_stride, dlse_stride, lse2_stride,
+  float* dq_accum;       // workspace of the unordered mode: dq / scale, 16-row tiles of the tile head dim, register order
+  Strides q_stride, k_stride, v_stride, key_bias_stride, o_stride, lse_stride, dout_stride, dlse_stride, row_lse_stride,
       delta_stride, dq_stride, dk_stride, dv_stride, dkey_bias_stride, dq_accum_stride;
   // Batch axes that a CTA owns (grid) and those it sums over (loop): of each axis one of the two extents is 1.
   int grid_extent0, grid_extent1, grid_extent2;

@@ -27,11 +27,12 @@ struct Softcap {
   }
 };
 
-// Natural-log weight of a key; null stands for none.
+// Natural-log weight of a key; null stands for none. A key of weight -inf is absent, whatever its score.
 struct KeyBias {
   const float* bias_gmem;
   i64 stride;
   __device__ __forceinline__ float value(int key) const { return bias_gmem == nullptr ? 0.f : bias_gmem[key * stride]; }
+  static __device__ __forceinline__ float add(float s, float bias) { return bias == neg_inf() ? bias : s + bias; }
 };
 
 // Causal and window as one run-time term.

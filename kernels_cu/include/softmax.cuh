@@ -11,8 +11,6 @@
 
 namespace cuflash {
 
-constexpr float kLargeExponent = 16777216.f;  // 2^24
-
 // Negated so that NaN counts as large.
 __device__ __forceinline__ bool is_large(float exponent) { return !(fabsf(exponent) < kLargeExponent); }
 
@@ -66,7 +64,7 @@ struct OnlineSoftmax {
     const float sum = quad_sum(row_sum[r]), m = reference(row_max[r]), mc = m * c;
     const bool empty = row_max[r] == neg_inf() && sum == 0.f;  // a NaN among the scores leaves a NaN sum, not an empty row
     o_scale = empty ? 0.f : 1.f / sum;
-    lse = empty ? neg_inf() : is_large(mc) ? fmaf(m, lse_scale, lg2(sum) * kLn2) : (mc + lg2(sum)) * kLn2;
+    lse = empty || row_max[r] == pos_inf() ? row_max[r] : is_large(mc) ? fmaf(m, lse_scale, lg2(sum) * kLn2) : (mc + lg2(sum)) * kLn2;
   }
 };
 

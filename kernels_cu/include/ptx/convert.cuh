@@ -30,4 +30,16 @@ __device__ __forceinline__ BFloat16 from_float<BFloat16>(float x) {
 template <>
 __device__ __forceinline__ float from_float<float>(float x) { return x; }
 
+// Two at once (sm_80): `low` to the lower half.
+__device__ __forceinline__ u32 cvt_x2(float low, float high, Half) {
+  u32 y;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+}
+__device__ __forceinline__ u32 cvt_x2(float low, float high, BFloat16) {
+  u32 y;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+}
+
 }  // namespace cuflash
