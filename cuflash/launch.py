@@ -48,22 +48,20 @@ class _Axes(NamedTuple):
 
 def check(problem: Problem, operation: str) -> None:
     """Raise NotImplementedError for a valid problem that no kernel serves, before anything is allocated."""
-    _check(problem, _family(problem.device))
+    _check(problem)
 
 
 @lru_cache(maxsize=4096)
-def _check(problem: Problem, family: str) -> None:
+def _check(problem: Problem) -> None:
     if problem.dtype not in ("float16", "bfloat16"):
         raise NotImplementedError(
             f"{problem.dtype} on a GPU is not built yet: float16 and bfloat16 are, and the host serves all four dtypes"
         )
-    if family == "sm75" and problem.dtype == "bfloat16":
-        raise NotImplementedError("bfloat16 needs compute capability 8.0: tensor cores before it have float16 only")
     for name, length, letter in (("q and k", problem.d, "d"), ("v", problem.e, "e")):
         if length > tiles.MAX_HEAD_DIM:
             raise NotImplementedError(
-                f"attention_forward_{family} takes at most {tiles.MAX_HEAD_DIM} features, {name} have {letter} = "
-                f"{length}; the host serves any number"
+                f"the kernels take at most {tiles.MAX_HEAD_DIM} features, {name} have {letter} = {length}; "
+                "the host serves any number"
             )
     if problem.m + problem.n > MAX_INT - 1024:
         raise NotImplementedError(f"kernels count rows in 32 bits: m + n = {problem.m + problem.n} is too many")
@@ -351,6 +349,10 @@ def _is_plain(problem: Problem) -> bool:
 
 def _variant(problem: Problem, operation: str, family: str, load: str) -> compile.Variant:
     target = _target(problem.device)
+    if family == "sm75" and problem.dtype == "bfloat16":
+        raise NotImplementedError(
+            f"{operation}_sm75 has no bfloat16, which needs compute capability 8.0; float16 works, and the host"
+        )
     head_dim = next(d for d in tiles.head_dims(operation, load) if d >= max(problem.d, problem.e))
     plain = _is_plain(problem) and tiles.has_plain(head_dim, load)
     tile = tiles.tile(operation, head_dim, load, plain, target, family)

@@ -17,7 +17,8 @@ __device__ __forceinline__ float dot(const Params& p, const Operand* a, const Op
       const u32 wa[4] = {va.x, va.y, va.z, va.w}, wb[4] = {vb.x, vb.y, vb.z, vb.w};
 #pragma unroll
       for (int i = 0; i < 8; ++i)
-        sum += to_float(Operand{u16(wa[i / 2] >> (16 * (i % 2)))}) * to_float(Operand{u16(wb[i / 2] >> (16 * (i % 2)))});
+        sum +=
+            to_float(Operand{u16(wa[i / 2] >> (16 * (i % 2)))}) * to_float(Operand{u16(wb[i / 2] >> (16 * (i % 2)))});
     } else {
       for (int i = col0; i < min_of(col0 + 8, p.value_dim); ++i)
         sum += to_float(a[i * p.dout_stride.col]) * to_float(b[i * p.o_stride.col]);

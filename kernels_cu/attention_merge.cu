@@ -23,8 +23,10 @@ __device__ __forceinline__ double logarithm(double x) { return log(x); }
 
 template <class T>
 __device__ __forceinline__ T round_to(Accumulator x) {
-  if constexpr (kSame<T, double>) return x;
-  else return from_float<T>(x);
+  if constexpr (kSame<T, double>)
+    return x;
+  else
+    return from_float<T>(x);
 }
 
 __device__ __forceinline__ void attention_merge(const MergeParams& p) {
@@ -36,7 +38,8 @@ __device__ __forceinline__ void attention_merge(const MergeParams& p) {
   const bool stacked = p.o_part_stride != 0 || p.lse_part_stride != 0;
   const auto lse_of = [&](int part) {
     const MergePart& source = p.part[stacked ? 0 : part];
-    const i64 at = offset(source.lse_stride, batch) + row * source.lse_stride.row + (stacked ? part * p.lse_part_stride : 0);
+    const i64 at =
+        offset(source.lse_stride, batch) + row * source.lse_stride.row + (stacked ? part * p.lse_part_stride : 0);
     return static_cast<const Accumulator*>(source.lse)[at];
   };
   const auto o_of = [&](int part, int col) {
@@ -75,6 +78,7 @@ __device__ __forceinline__ void attention_merge(const MergeParams& p) {
 
 }  // namespace cuflash
 
-extern "C" __global__ void __launch_bounds__(cuflash::kThreads, 1) KERNEL(const __grid_constant__ cuflash::MergeParams p) {
+extern "C" __global__ void __launch_bounds__(cuflash::kThreads, 1)
+    KERNEL(const __grid_constant__ cuflash::MergeParams p) {
   cuflash::attention_merge(p);
 }

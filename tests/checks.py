@@ -132,9 +132,9 @@ def run(
     where = layouts or {}
 
     def there(name: str, x: Any) -> Any:
-        return put(backend, x, where.get(name)) if isinstance(x, np.ndarray) and (
-            backend is not HOST or name in where
-        ) else x  # fmt: skip
+        if not isinstance(x, np.ndarray) or (backend is HOST and name not in where):
+            return x
+        return put(backend, x, where.get(name))
 
     q, k, v, do, dlse = (there(*pair) for pair in (("q", q), ("k", k), ("v", v), ("do", do), ("dlse", dlse)))
     if options.get("key_bias") is not None:

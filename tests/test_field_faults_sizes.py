@@ -180,7 +180,7 @@ def repeated(values: np.ndarray, batch: tuple[int, ...]) -> np.ndarray:
 
 
 GRIDS = [
-    pytest.param(HOST, (1093, 6), 4, 16, id="host-1093x6"),
+    pytest.param(HOST, (10923, 6), 4, 16, id="host-10923x6"),
     *(
         pytest.param(GPU, batch, m, n, id=f"gpu-{'x'.join(map(str, batch))}-{m}-{n}", marks=gpu)
         for batch, m, n in [

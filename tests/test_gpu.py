@@ -79,7 +79,7 @@ def test_forward_sm75(case: Case) -> None:
         check_forward(BACKEND, case, "sm75")
 
 
-@examples(500)
+@examples(600)
 @given(case=cases(), need=needs, up=upstream)
 def test_backward_sm80(case: Case, need: tuple[str, ...] | None, up: tuple[bool, bool]) -> None:
     event(f"do, dlse: {up}")
@@ -95,13 +95,6 @@ def test_backward_sm75(case: Case, need: tuple[str, ...] | None, up: tuple[bool,
 
 
 @examples(150)
-@given(case=cases())
-def test_grouped_and_broadcast_gradients(case: Case) -> None:
-    with family("sm80"):
-        check_backward(BACKEND, case, "sm80", None, True, case.seed % 2 == 0)
-
-
-@examples(100)
 @given(case=cases(grouped=True), need=needs)
 def test_grouped_heads(case: Case, need: tuple[str, ...] | None) -> None:
     with family("sm80"):
@@ -289,7 +282,7 @@ def test_axes_of_the_batch_that_do_not_merge() -> None:
 def test_many_blocks(d: int, options: dict[str, Any]) -> None:
     """Long enough for every stage of the pipelines and several blocks on each side of the diagonal."""
     rng = np.random.default_rng(d)
-    check(BACKEND, *(normal(rng, (3, 1500, d), "bfloat16") for _ in range(4)), **options)
+    check(BACKEND, *(normal(rng, (2, 700, d), "bfloat16") for _ in range(4)), **options)
 
 
 @pytest.mark.parametrize("name", ["sm80", "sm75"])

@@ -89,10 +89,10 @@ def test_inputs_are_left_alone_and_a_second_call_gives_the_same_bits(case: HostC
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("m", "n"), [(1100, 2500), (3, 9000), (9000, 3)])
+@pytest.mark.parametrize(("m", "n"), [(700, 1500), (3, 9000), (9000, 3)])
 def test_default_tiles_of_long_problems(dtype: str, m: int, n: int) -> None:
     q, k, v, do = (normal((2, length, 8), dtype, seed) for seed, length in enumerate((m, n, n, m)))
-    options = {"causal": True, "align": "bottom-right", "window": (1500, None)}
+    options = {"causal": True, "align": "bottom-right", "window": (900, None)}
     band = score.band(m, n, **options)
     o, lse = attend(q, k, v, band=band)
     exact_o, exact_lse = reference.attention(q, k, v, **options)

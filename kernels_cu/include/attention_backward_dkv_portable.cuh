@@ -53,8 +53,8 @@ __device__ __forceinline__ void store_gradients(const Params& p, GradientK& dk, 
   if constexpr (kHasDk) {
     if (p.need & kNeedK) {
       dk.for_each([&](float& x, int, int, int) { x *= p.scale; });
-      u16* dk_gmem = base16(p.dk, p.dk_stride, batch) + key0 * p.dk_stride.row;
-      store_rows<Output>(dk, smem.k, warp_row0, dk_gmem, p.dk_stride.row, p.dk_stride.col, keys, p.head_dim, p.store_vector != 0);
+      store_rows<Output>(dk, smem.k, warp_row0, base16(p.dk, p.dk_stride, batch), p.dk_stride, key0, p.seqlen_k,
+                         p.head_dim, p.store_vector != 0);
     }
     if (kKeyBias && (p.need & kNeedKeyBias)) {
       float* bias_gmem = p.dkey_bias + offset(p.dkey_bias_stride, batch) + (key0 + warp_row0) * p.dkey_bias_stride.row;
@@ -66,8 +66,8 @@ __device__ __forceinline__ void store_gradients(const Params& p, GradientK& dk, 
   }
   if constexpr (kHasDv) {
     if (p.need & kNeedV) {
-      u16* dv_gmem = base16(p.dv, p.dv_stride, batch) + key0 * p.dv_stride.row;
-      store_rows<Output>(dv, smem.k, warp_row0, dv_gmem, p.dv_stride.row, p.dv_stride.col, keys, p.value_dim, p.store_vector != 0);
+      store_rows<Output>(dv, smem.k, warp_row0, base16(p.dv, p.dv_stride, batch), p.dv_stride, key0, p.seqlen_k,
+                         p.value_dim, p.store_vector != 0);
     }
   }
 }
@@ -123,7 +123,8 @@ __device__ __forceinline__ void attention_backward_dkv(const Params& p, SharedSt
     const float* lse_gmem = p.row_lse + offset(p.row_lse_stride, batch);
     const float* delta_gmem = p.delta + offset(p.delta_stride, batch);
     float* dq_gmem = p.dq_accum + offset(p.dq_accum_stride, batch);
-    const KeyBias key_bias{p.key_bias == nullptr ? nullptr : p.key_bias + offset(p.key_bias_stride, batch), p.key_bias_stride.row};
+    const KeyBias key_bias{p.key_bias == nullptr ? nullptr : p.key_bias + offset(p.key_bias_stride, batch),
+                           p.key_bias_stride.row};
     float bias[2 * kMTiles];
     Scores::for_each_row([&](int r, int row) {
       bias[r] = kKeyBias && key0 + warp_row0 + row < p.seqlen_k ? key_bias.value(key0 + warp_row0 + row) : 0.f;
@@ -131,10 +132,9 @@ __device__ __forceinline__ void attention_backward_dkv(const Params& p, SharedSt
 
     const auto load_queries = [&](int block) {
       QueryStage& stage = smem.stage[block % kTile.stages];
-      const int row0 = block * kTile.block_m, rows = p.seqlen_q - row0;
-      load_tile<kLoad, kThreads>(stage.q, q_gmem + row0 * p.q_stride.row, p.q_stride.row, p.q_stride.col, rows, p.head_dim);
-      if (has_dout)
-        load_tile<kLoad, kThreads>(stage.dout, dout_gmem + row0 * p.dout_stride.row, p.dout_stride.row, p.dout_stride.col, rows, p.value_dim);
+      const int row0 = block * kTile.block_m;
+      load_tile<kLoad, kThreads>(stage.q, q_gmem, p.q_stride, row0, p.seqlen_q, p.head_dim);
+      if (has_dout) load_tile<kLoad, kThreads>(stage.dout, dout_gmem, p.dout_stride, row0, p.seqlen_q, p.value_dim);
       load_row_vector<kThreads, kTile.block_m>(stage.lse, lse_gmem + row0);
       load_row_vector<kThreads, kTile.block_m>(stage.delta, delta_gmem + row0);
       copy_commit();
@@ -189,10 +189,9 @@ __device__ __forceinline__ void attention_backward_dkv(const Params& p, SharedSt
 
     if (blocks.end <= blocks.begin) continue;
     __syncthreads();  // nobody reads the tiles of the batch before any more
-    const u16* k_gmem = base16(p.k, p.k_stride, batch) + key0 * p.k_stride.row;
-    const u16* v_gmem = base16(p.v, p.v_stride, batch) + key0 * p.v_stride.row;
-    load_tile<kLoad, kThreads>(smem.k, k_gmem, p.k_stride.row, p.k_stride.col, keys, p.head_dim);
-    if (kHasDk && has_dout) load_tile<kLoad, kThreads>(smem.v, v_gmem, p.v_stride.row, p.v_stride.col, keys, p.value_dim);
+    load_tile<kLoad, kThreads>(smem.k, base16(p.k, p.k_stride, batch), p.k_stride, key0, p.seqlen_k, p.head_dim);
+    if (kHasDk && has_dout)
+      load_tile<kLoad, kThreads>(smem.v, base16(p.v, p.v_stride, batch), p.v_stride, key0, p.seqlen_k, p.value_dim);
     load_queries(blocks.begin);
     for (int block = blocks.begin; block < blocks.end; ++block) {
       copy_wait<0>();
@@ -206,6 +205,7 @@ __device__ __forceinline__ void attention_backward_dkv(const Params& p, SharedSt
     }
   }
 
+  if constexpr (kHasDq) __syncthreads();  // nobody reads K any more, where the results are staged
   store_gradients(p, dk, dv, dkey_bias, smem);
 }
 

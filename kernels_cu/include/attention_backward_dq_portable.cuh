@@ -31,11 +31,9 @@ using Scores = Fragment<kMTiles, kTile.block_n>;
 
 __device__ __forceinline__ void store_dq(const Params& p, Fragment<kMTiles, kTile.head_dim>& dq, SharedStorage& smem) {
   const Work work = locate_rows(ceil_div(p.seqlen_q, kTile.block_m));
-  const int tile_row0 = work.block * kTile.block_m, rows = min_of(kTile.block_m, p.seqlen_q - tile_row0);
-  u16* dq_gmem = base16(p.dq, p.dq_stride, batch_index(p, work.owned, 0)) + tile_row0 * p.dq_stride.row;
   dq.for_each([&](float& x, int, int, int) { x *= p.scale; });
-  store_rows<Output>(dq, smem.q, warp_id() * 16 * kMTiles, dq_gmem, p.dq_stride.row, p.dq_stride.col, rows, p.head_dim,
-                     p.store_vector != 0);
+  store_rows<Output>(dq, smem.q, warp_id() * 16 * kMTiles, base16(p.dq, p.dq_stride, batch_index(p, work.owned, 0)),
+                     p.dq_stride, work.block * kTile.block_m, p.seqlen_q, p.head_dim, p.store_vector != 0);
 }
 
 __device__ __forceinline__ void attention_backward_dq(const Params& p, SharedStorage& smem) {
@@ -52,7 +50,8 @@ __device__ __forceinline__ void attention_backward_dq(const Params& p, SharedSto
     const BatchIndex batch = batch_index(p, work.owned, summed);
     const u16* k_gmem = base16(p.k, p.k_stride, batch);
     const u16* v_gmem = base16(p.v, p.v_stride, batch);
-    const KeyBias key_bias{p.key_bias == nullptr ? nullptr : p.key_bias + offset(p.key_bias_stride, batch), p.key_bias_stride.row};
+    const KeyBias key_bias{p.key_bias == nullptr ? nullptr : p.key_bias + offset(p.key_bias_stride, batch),
+                           p.key_bias_stride.row};
     float lse[2 * kMTiles], delta[2 * kMTiles];
     bool row_large = false;
     Scores::for_each_row([&](int r, int row) {  // rows beyond the length exist in the padded workspace
@@ -64,10 +63,9 @@ __device__ __forceinline__ void attention_backward_dq(const Params& p, SharedSto
 
     const auto load_keys = [&](int block) {
       KeyStage& stage = smem.stage[block % kTile.stages];
-      const int key0 = block * kTile.block_n, keys = p.seqlen_k - key0;
-      load_tile<kLoad, kThreads>(stage.k, k_gmem + key0 * p.k_stride.row, p.k_stride.row, p.k_stride.col, keys, p.head_dim);
-      if (has_dout)
-        load_tile<kLoad, kThreads>(stage.v, v_gmem + key0 * p.v_stride.row, p.v_stride.row, p.v_stride.col, keys, p.value_dim);
+      const int key0 = block * kTile.block_n;
+      load_tile<kLoad, kThreads>(stage.k, k_gmem, p.k_stride, key0, p.seqlen_k, p.head_dim);
+      if (has_dout) load_tile<kLoad, kThreads>(stage.v, v_gmem, p.v_stride, key0, p.seqlen_k, p.value_dim);
       copy_commit();
     };
 
@@ -105,10 +103,10 @@ __device__ __forceinline__ void attention_backward_dq(const Params& p, SharedSto
 
     if (blocks.end <= blocks.begin) continue;
     __syncthreads();  // nobody reads the tiles of the batch before any more
-    const u16* q_gmem = base16(p.q, p.q_stride, batch) + tile_row0 * p.q_stride.row;
-    const u16* dout_gmem = base16(p.dout, p.dout_stride, batch) + tile_row0 * p.dout_stride.row;
-    load_tile<kLoad, kThreads>(smem.q, q_gmem, p.q_stride.row, p.q_stride.col, rows, p.head_dim);
-    if (has_dout) load_tile<kLoad, kThreads>(smem.dout, dout_gmem, p.dout_stride.row, p.dout_stride.col, rows, p.value_dim);
+    load_tile<kLoad, kThreads>(smem.q, base16(p.q, p.q_stride, batch), p.q_stride, tile_row0, p.seqlen_q, p.head_dim);
+    if (has_dout)
+      load_tile<kLoad, kThreads>(smem.dout, base16(p.dout, p.dout_stride, batch), p.dout_stride, tile_row0, p.seqlen_q,
+                                 p.value_dim);
     load_keys(blocks.end - 1);
     for (int block = blocks.end - 1; block >= blocks.begin; --block) {
       copy_wait<0>();

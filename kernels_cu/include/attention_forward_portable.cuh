@@ -27,7 +27,8 @@ using Scores = Fragment<kMTiles, kTile.block_n>;
 
 // Score terms and, unless the whole block is seen, masks; row0 and key0 are the first of the warp's tile.
 template <bool kMasked>
-__device__ __forceinline__ void apply_score_terms(Scores& s, const Params& p, const KeyBias& key_bias, int row0, int key0) {
+__device__ __forceinline__ void apply_score_terms(Scores& s, const Params& p, const KeyBias& key_bias, int row0,
+                                                  int key0) {
   const Band band{p.band_lo, p.band_hi};
   s.for_each([&](float& x, int, int row, int col) {
     const int key = key0 + col;
@@ -55,8 +56,8 @@ __device__ __forceinline__ void store_results(const Params& p, Fragment<kMTiles,
   }
   if (p.value_dim == 0) return;
   o.for_each([&](float& x, int slot, int, int) { x *= o_scale[slot]; });
-  u16* o_gmem = base16(p.o, p.o_stride, batch) + tile_row0 * p.o_stride.row;
-  store_rows<Output>(o, smem.q, warp_row0, o_gmem, p.o_stride.row, p.o_stride.col, rows, p.value_dim, p.store_vector != 0);
+  store_rows<Output>(o, smem.q, warp_row0, base16(p.o, p.o_stride, batch), p.o_stride, tile_row0, p.seqlen_q,
+                     p.value_dim, p.store_vector != 0);
 }
 
 __device__ __forceinline__ void attention_forward(const Params& p, SharedStorage& smem) {
@@ -64,21 +65,20 @@ __device__ __forceinline__ void attention_forward(const Params& p, SharedStorage
   const BatchIndex batch = batch_index(p, work.owned, 0);
   const int tile_row0 = work.block * kTile.block_m, rows = min_of(kTile.block_m, p.seqlen_q - tile_row0);
   const int warp_row0 = warp_id() * 16 * kMTiles;
-  const u16* q_gmem = base16(p.q, p.q_stride, batch) + tile_row0 * p.q_stride.row;
+  const u16* q_gmem = base16(p.q, p.q_stride, batch);
   const u16* k_gmem = base16(p.k, p.k_stride, batch);
   const u16* v_gmem = base16(p.v, p.v_stride, batch);
-  const KeyBias key_bias{p.key_bias == nullptr ? nullptr : p.key_bias + offset(p.key_bias_stride, batch), p.key_bias_stride.row};
+  const KeyBias key_bias{p.key_bias == nullptr ? nullptr : p.key_bias + offset(p.key_bias_stride, batch),
+                         p.key_bias_stride.row};
 
   const BlockRange blocks = key_blocks(p, tile_row0, tile_row0 + rows, kTile.block_n);
   const bool has_value = p.value_dim > 0;
   const auto load_k = [&](int block) {
-    const int key0 = block * kTile.block_n;
-    load_tile<kLoad, kThreads>(smem.k, k_gmem + key0 * p.k_stride.row, p.k_stride.row, p.k_stride.col, p.seqlen_k - key0, p.head_dim);
+    load_tile<kLoad, kThreads>(smem.k, k_gmem, p.k_stride, block * kTile.block_n, p.seqlen_k, p.head_dim);
     copy_commit();
   };
   const auto load_v = [&](int block) {
-    const int key0 = block * kTile.block_n;
-    load_tile<kLoad, kThreads>(smem.v, v_gmem + key0 * p.v_stride.row, p.v_stride.row, p.v_stride.col, p.seqlen_k - key0, p.value_dim);
+    load_tile<kLoad, kThreads>(smem.v, v_gmem, p.v_stride, block * kTile.block_n, p.seqlen_k, p.value_dim);
     copy_commit();
   };
 
@@ -111,7 +111,7 @@ __device__ __forceinline__ void attention_forward(const Params& p, SharedStorage
   };
 
   if (blocks.end > blocks.begin) {
-    load_tile<kLoad, kThreads>(smem.q, q_gmem, p.q_stride.row, p.q_stride.col, rows, p.head_dim);
+    load_tile<kLoad, kThreads>(smem.q, q_gmem, p.q_stride, tile_row0, p.seqlen_q, p.head_dim);
     load_k(blocks.end - 1);
   }
   for (int block = blocks.end - 1; block >= blocks.begin; --block) step(block);

@@ -1,4 +1,5 @@
-// Which blocks a tile visits. Runs are half-open block ranges [begin, end); those in [full_begin, full_end) need no mask.
+// Which blocks a tile visits. Runs are half-open block ranges [begin, end); those in [full_begin, full_end) need no
+// mask.
 #pragma once
 #include "common.cuh"
 #include "params.cuh"
@@ -26,14 +27,16 @@ __device__ __forceinline__ BlockRange block_range(int begin, int full_begin, int
 __device__ __forceinline__ BlockRange key_blocks(const Params& p, int row_begin, int row_end, int block_n) {
   const int n = p.seqlen_k, last = row_end - 1;
   return block_range(min_of(n, max_of(0, row_begin + p.band_lo)), max_of(0, last + p.band_lo),
-                     max_of(0, min_of(n, row_begin + p.band_hi + 1)), max_of(0, min_of(n, last + p.band_hi + 1)), block_n);
+                     max_of(0, min_of(n, row_begin + p.band_hi + 1)), max_of(0, min_of(n, last + p.band_hi + 1)),
+                     block_n);
 }
 
 // Rows that see keys [key_begin, key_end): key - hi <= row <= key - lo.
 __device__ __forceinline__ BlockRange query_blocks(const Params& p, int key_begin, int key_end, int block_m) {
   const int m = p.seqlen_q, last = key_end - 1;
   return block_range(min_of(m, max_of(0, key_begin - p.band_hi)), max_of(0, last - p.band_hi),
-                     max_of(0, min_of(m, key_begin - p.band_lo + 1)), max_of(0, min_of(m, last - p.band_lo + 1)), block_m);
+                     max_of(0, min_of(m, key_begin - p.band_lo + 1)), max_of(0, min_of(m, last - p.band_lo + 1)),
+                     block_m);
 }
 
 }  // namespace cuflash

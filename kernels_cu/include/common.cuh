@@ -55,9 +55,13 @@ __device__ __forceinline__ float neg_inf() { return __int_as_float(0xff800000); 
 __device__ __forceinline__ float pos_inf() { return __int_as_float(0x7f800000); }
 
 template <class T>
-__host__ __device__ constexpr T min_of(T a, T b) { return a < b ? a : b; }
+__host__ __device__ constexpr T min_of(T a, T b) {
+  return a < b ? a : b;
+}
 template <class T>
-__host__ __device__ constexpr T max_of(T a, T b) { return a > b ? a : b; }
+__host__ __device__ constexpr T max_of(T a, T b) {
+  return a > b ? a : b;
+}
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 }  // namespace cuflash

@@ -12,6 +12,8 @@ __device__ __forceinline__ void copy(void* smem, const void* gmem, int valid) {
 }
 __device__ __forceinline__ void copy_commit() { cp_async_commit(); }
 template <int kPending>
-__device__ __forceinline__ void copy_wait() { cp_async_wait<kPending>(); }
+__device__ __forceinline__ void copy_wait() {
+  cp_async_wait<kPending>();
+}
 
 }  // namespace cuflash

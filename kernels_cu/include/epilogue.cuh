@@ -1,14 +1,15 @@
 // Results of one warp from registers to global memory, through the warp's own rows of a tile in shared memory.
 #pragma once
 #include "fragment.cuh"
+#include "params.cuh"
 
 namespace cuflash {
 
-// Rounds 16 * kMTiles rows of accumulators and writes those below valid_rows. `smem` rows row0.. belong to this warp
-// alone, so a warp barrier orders everything.
+// Rounds the warp's accumulators and writes them to rows tile_row0 + row0 and following of a (length, cols) array.
+// Rows row0.. of `smem` belong to this warp alone, so a warp barrier orders everything.
 template <class Output, int kMTiles, int kCols, class SharedT>
-__device__ __forceinline__ void store_rows(Fragment<kMTiles, kCols>& f, SharedT& smem, int row0, u16* gmem, i64 row_stride,
-                                           i64 col_stride, int valid_rows, int valid_cols, bool vector) {
+__device__ __forceinline__ void store_rows(const Fragment<kMTiles, kCols>& f, SharedT& smem, int row0, u16* gmem,
+                                           const Strides& stride, int tile_row0, int length, int cols, bool vector) {
   static_assert(sizeof(Output) == 2, "wider outputs go straight from registers");
 #pragma unroll
   for (int m = 0; m < kMTiles; ++m)
@@ -22,14 +23,14 @@ __device__ __forceinline__ void store_rows(Fragment<kMTiles, kCols>& f, SharedT&
   __syncwarp();  // the rows are complete before other lanes read them
   constexpr int kRowChunks = kCols / kChunk;
   for (int i = lane_id(); i < 16 * kMTiles * kRowChunks; i += 32) {
-    const int row = i / kRowChunks, chunk = i % kRowChunks, valid = min_of(kChunk, valid_cols - kChunk * chunk);
-    if (row0 + row >= valid_rows || valid <= 0) continue;
+    const int row = i / kRowChunks, chunk = i % kRowChunks, valid = min_of(kChunk, cols - kChunk * chunk);
+    if (tile_row0 + row0 + row >= length || valid <= 0) continue;
     const u16* from = smem.at(row0 + row, chunk);
-    u16* to = gmem + (row0 + row) * row_stride + kChunk * chunk * col_stride;
+    u16* to = gmem + (tile_row0 + row0 + row) * stride.row + kChunk * chunk * stride.col;
     if (vector && valid == kChunk) {
       *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
     } else {
-      for (int e = 0; e < valid; ++e) to[e * col_stride] = from[e];
+      for (int e = 0; e < valid; ++e) to[e * stride.col] = from[e];
     }
   }
   __syncwarp();  // the rows may be written again

@@ -35,7 +35,8 @@ struct Fragment {
 #pragma unroll
       for (int n = 0; n < kNTiles; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) f(x[m][n][i], 2 * m + i / 2, lane_id() / 4 + 16 * m + 8 * (i / 2), 2 * (lane_id() % 4) + 8 * n + i % 2);
+        for (int i = 0; i < 4; ++i)
+          f(x[m][n][i], 2 * m + i / 2, lane_id() / 4 + 16 * m + 8 * (i / 2), 2 * (lane_id() % 4) + 8 * n + i % 2);
   }
 
   // f(this element, the other fragment's element, row slot, row, column).
@@ -47,7 +48,8 @@ struct Fragment {
       for (int n = 0; n < kNTiles; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          f(x[m][n][i], other.x[m][n][i], 2 * m + i / 2, lane_id() / 4 + 16 * m + 8 * (i / 2), 2 * (lane_id() % 4) + 8 * n + i % 2);
+          f(x[m][n][i], other.x[m][n][i], 2 * m + i / 2, lane_id() / 4 + 16 * m + 8 * (i / 2),
+            2 * (lane_id() % 4) + 8 * n + i % 2);
   }
 
   // f(element) for what this lane holds of one row.
@@ -101,7 +103,7 @@ __device__ __forceinline__ void to_operand(OperandA<kMTiles, kCols>& a, const Fr
     for (int k = 0; k < kCols / 16; ++k)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float(&tile)[4] = f.x[m][2 * k + i / 2];
+        const float (&tile)[4] = f.x[m][2 * k + i / 2];
         a.x[m][k][i] = pack<T>(tile[2 * (i % 2)], tile[2 * (i % 2) + 1]);
       }
 }

@@ -36,7 +36,8 @@ __device__ __forceinline__ BatchIndex unravel(int index, int extent1, int extent
 
 // The batch of grid position `owned` and loop position `summed`; of each axis one of the two is always 0.
 __device__ __forceinline__ BatchIndex batch_index(const Params& p, int owned, int summed) {
-  const BatchIndex g = unravel(owned, p.grid_extent1, p.grid_extent2), l = unravel(summed, p.loop_extent1, p.loop_extent2);
+  const BatchIndex g = unravel(owned, p.grid_extent1, p.grid_extent2),
+                   l = unravel(summed, p.loop_extent1, p.loop_extent2);
   return {{g.i[0] + l.i[0], g.i[1] + l.i[1], g.i[2] + l.i[2]}};
 }
 __device__ __forceinline__ int loop_count(const Params& p) { return p.loop_extent0 * p.loop_extent1 * p.loop_extent2; }
@@ -49,6 +50,8 @@ __device__ __forceinline__ i64 offset(const Strides& s, BatchIndex b) {
 __device__ __forceinline__ const u16* base16(const void* x, const Strides& s, BatchIndex b) {
   return static_cast<const u16*>(x) + offset(s, b);
 }
-__device__ __forceinline__ u16* base16(void* x, const Strides& s, BatchIndex b) { return static_cast<u16*>(x) + offset(s, b); }
+__device__ __forceinline__ u16* base16(void* x, const Strides& s, BatchIndex b) {
+  return static_cast<u16*>(x) + offset(s, b);
+}
 
 }  // namespace cuflash

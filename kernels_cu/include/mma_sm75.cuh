@@ -1,5 +1,5 @@
-// The family's tensor-core step, two m16n8k8 that split the registers of an m16n8k16 between them, and the rounding of its
-// operands.
+// The family's tensor-core step, two m16n8k8 that split the registers of an m16n8k16 between them, and the rounding of
+// its operands.
 #pragma once
 #include "ptx/convert.cuh"
 #include "ptx/mma.cuh"

@@ -12,21 +12,21 @@ struct Strides {
 enum Need : int { kNeedQ = 1, kNeedK = 2, kNeedV = 4, kNeedKeyBias = 8 };
 
 struct Params {
-  const void* q;         // (batch, seqlen_q, head_dim)
-  const void* k;         // (batch, seqlen_k, head_dim)
-  const void* v;         // (batch, seqlen_k, value_dim)
-  const float* key_bias; // (batch, seqlen_k) or null
-  void* o;               // (batch, seqlen_q, value_dim)
-  float* lse;            // (batch, seqlen_q) or null
-  const void* dout;      // (batch, seqlen_q, value_dim) or null
-  const float* dlse;     // (batch, seqlen_q) or null
-  float* row_lse;           // workspace (batch, seqlen_q rounded up): lse, +inf where a row has no key
-  float* delta;          // workspace (batch, seqlen_q rounded up): rowsum(do * o) - dlse
-  void* dq;              // as q
-  void* dk;              // as k
-  void* dv;              // as v
-  float* dkey_bias;      // as key_bias
-  float* dq_accum;       // workspace of the unordered mode: dq / scale, 16-row tiles of the tile head dim, register order
+  const void* q;          // (batch, seqlen_q, head_dim)
+  const void* k;          // (batch, seqlen_k, head_dim)
+  const void* v;          // (batch, seqlen_k, value_dim)
+  const float* key_bias;  // (batch, seqlen_k) or null
+  void* o;                // (batch, seqlen_q, value_dim)
+  float* lse;             // (batch, seqlen_q) or null
+  const void* dout;       // (batch, seqlen_q, value_dim) or null
+  const float* dlse;      // (batch, seqlen_q) or null
+  float* row_lse;         // workspace (batch, seqlen_q rounded up): lse, +inf where a row has no key
+  float* delta;           // workspace (batch, seqlen_q rounded up): rowsum(do * o) - dlse
+  void* dq;               // as q
+  void* dk;               // as k
+  void* dv;               // as v
+  float* dkey_bias;       // as key_bias
+  float* dq_accum;  // workspace of the unordered mode: dq / scale, 16-row tiles of the tile head dim, register order
   Strides q_stride, k_stride, v_stride, key_bias_stride, o_stride, lse_stride, dout_stride, dlse_stride, row_lse_stride,
       delta_stride, dq_stride, dk_stride, dv_stride, dkey_bias_stride, dq_accum_stride;
   // Batch axes that a CTA owns (grid) and those it sums over (loop): of each axis one of the two extents is 1.

@@ -1,6 +1,7 @@
 // Tiles from global to shared memory. The including kernel chose the family's copy().
 #pragma once
 #include "common.cuh"
+#include "params.cuh"
 #include "shared.cuh"
 
 namespace cuflash {
@@ -24,26 +25,27 @@ __device__ __forceinline__ void copy_chunk(u16* smem, const u16* gmem, const u16
   }
 }
 
-// Rows 0 .. valid_rows-1 and columns 0 .. valid_cols-1 of `gmem` into the tile, zeros everywhere else: padding never
-// reads memory, so what lies beyond the lengths cannot matter. All threads of the CTA take part.
+// Rows row0 and following of a (length, cols) array into the tile, zeros where the array ends: padding never reads
+// memory, so what lies beyond the lengths cannot matter. All threads of the CTA take part.
 template <LoadKind kKind, int kThreads, int kRows, int kCols>
-__device__ __forceinline__ void load_tile(SharedTile<kRows, kCols>& smem, const u16* gmem, i64 row_stride,
-                                          i64 col_stride, int valid_rows, int valid_cols) {
-  // A few lanes take the chunks of a row and the CTA a band of rows at a time: a thread keeps its columns and its swizzle,
-  // and steps one pointer. Not unrolled over chunks, nor over single elements: the compiler would hold an address for
-  // each over the main loop, whose registers are all in use.
+__device__ __forceinline__ void load_tile(SharedTile<kRows, kCols>& smem, const u16* gmem, const Strides& stride,
+                                          int row0, int length, int cols) {
+  // A few lanes take the chunks of a row and the CTA a band of rows at a time: a thread keeps its columns and its
+  // swizzle, and steps one pointer. Not unrolled over chunks, nor over single elements: the compiler would hold an
+  // address for each over the main loop, whose registers are all in use.
   constexpr int kRowChunks = kCols / kChunk, kLanes = kRowChunks % 8 == 0 ? 8 : 4, kRowStep = kThreads / kLanes;
   static_assert(kRowChunks % kLanes == 0 && kRowStep % 8 == 0, "the swizzle repeats every 8 rows");
-  const int row0 = threadIdx.x / kLanes;
+  const int first_row = threadIdx.x / kLanes, rows = length - row0;
+  gmem += row0 * stride.row;
 #pragma unroll 1
   for (int chunk0 = 0; chunk0 < kRowChunks; chunk0 += kLanes) {
-    const int chunk = chunk0 + threadIdx.x % kLanes, cols = max_of(0, min_of(kChunk, valid_cols - kChunk * chunk));
-    const u16* from = gmem + row0 * row_stride + kChunk * chunk * col_stride;
+    const int chunk = chunk0 + threadIdx.x % kLanes, valid = max_of(0, min_of(kChunk, cols - kChunk * chunk));
+    const u16* from = gmem + first_row * stride.row + kChunk * chunk * stride.col;
 #pragma unroll kKind == LoadKind::kStrided ? 1 : kCopyUnroll
-    for (int step = 0; step < ceil_div(kRows, kRowStep); ++step, from += kRowStep * row_stride) {
-      const int row = row0 + step * kRowStep;
+    for (int step = 0; step < ceil_div(kRows, kRowStep); ++step, from += kRowStep * stride.row) {
+      const int row = first_row + step * kRowStep;
       if (kRows % kRowStep != 0 && row >= kRows) break;
-      copy_chunk<kKind>(smem.at(row, chunk), from, gmem, col_stride, row < valid_rows ? cols : 0);
+      copy_chunk<kKind>(smem.at(row, chunk), from, gmem, stride.col, row < rows ? valid : 0);
     }
   }
 }

@@ -22,7 +22,9 @@ struct SharedTile {
     const int turn = kPanel == 64 ? row & 7 : (row >> 1) & 3;
     return data + panel * (kRows * kPanel) + row * kPanel + ((column ^ turn) * kChunk);
   }
-  __device__ __forceinline__ const u16* at(int row, int chunk) const { return const_cast<SharedTile*>(this)->at(row, chunk); }
+  __device__ __forceinline__ const u16* at(int row, int chunk) const {
+    return const_cast<SharedTile*>(this)->at(row, chunk);
+  }
 };
 
 }  // namespace cuflash

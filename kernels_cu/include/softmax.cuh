@@ -42,7 +42,9 @@ struct OnlineSoftmax {
       const bool large = is_large(mc), old_large = is_large(old_mc);
       if (__any_sync(kFullWarp, large || old_large)) {
         // Each reference as it was used: rounded below 2^24, exact above.
-        exponent = large ? (old_large ? (old_m - m) * c : fmaf(-m, c, old_mc)) : old_large ? fmaf(old_m, c, -mc) : exponent;
+        exponent = large       ? (old_large ? (old_m - m) * c : fmaf(-m, c, old_mc))
+                   : old_large ? fmaf(old_m, c, -mc)
+                               : exponent;
         if (large) {  // the maximum leaves the scores before the FMA does, whose reference then is 0
           s.for_each_in_row(r, [&](float& x) { x -= m; });
           mc = 0.f;
@@ -62,9 +64,12 @@ struct OnlineSoftmax {
   // The factor that makes o of row slot r an average, and the row's lse in natural units.
   __device__ __forceinline__ void finish(int r, float lse_scale, float& o_scale, float& lse) const {
     const float sum = quad_sum(row_sum[r]), m = reference(row_max[r]), mc = m * c;
-    const bool empty = row_max[r] == neg_inf() && sum == 0.f;  // a NaN among the scores leaves a NaN sum, not an empty row
+    const bool empty =
+        row_max[r] == neg_inf() && sum == 0.f;  // a NaN among the scores leaves a NaN sum, not an empty row
     o_scale = empty ? 0.f : 1.f / sum;
-    lse = empty || row_max[r] == pos_inf() ? row_max[r] : is_large(mc) ? fmaf(m, lse_scale, lg2(sum) * kLn2) : (mc + lg2(sum)) * kLn2;
+    lse = empty || row_max[r] == pos_inf() ? row_max[r]
+          : is_large(mc)                   ? fmaf(m, lse_scale, lg2(sum) * kLn2)
+                                           : (mc + lg2(sum)) * kLn2;
   }
 };
 

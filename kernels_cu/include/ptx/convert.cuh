@@ -28,7 +28,9 @@ __device__ __forceinline__ BFloat16 from_float<BFloat16>(float x) {
   return y;
 }
 template <>
-__device__ __forceinline__ float from_float<float>(float x) { return x; }
+__device__ __forceinline__ float from_float<float>(float x) {
+  return x;
+}
 
 // Two at once (sm_80): `low` to the lower half.
 __device__ __forceinline__ u32 cvt_x2(float low, float high, Half) {

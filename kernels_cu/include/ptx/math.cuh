@@ -1,4 +1,5 @@
-// Special functions by name. The flush-to-zero forms touch only p and lse: inputs, outputs and gradients keep subnormals.
+// Special functions by name. The flush-to-zero forms touch only p and lse: inputs, outputs and gradients keep
+// subnormals.
 #pragma once
 
 namespace cuflash {
