@@ -23,6 +23,7 @@ Need = tuple[bool, bool, bool, bool]
 
 
 @functools.cache
+@functools.cache
 def launcher() -> Any:
     """The CUDA side, imported with the first array on a GPU."""
     from cuflash import launch
@@ -212,14 +213,16 @@ def _fill_forward(x: Inputs, o: Any, lse: Any, workspace: Any) -> None:
             return
         problem, v = _lse_only(problem, v)
         o = None
-    inner = (
-        problem.split_heads(x.q, 2),
-        problem.group_axis(x.k),
-        problem.group_axis(v),
-        problem.split_heads(x.key_bias, 1),
-        problem.split_heads(o, 2),
-        problem.split_heads(lse, 1),
-    )
+    inner = (x.q, x.k, v, x.key_bias, o, lse)
+    if problem.grouped:
+        inner = (
+            problem.split_heads(x.q, 2),
+            problem.group_axis(x.k),
+            problem.group_axis(v),
+            problem.split_heads(x.key_bias, 1),
+            problem.split_heads(o, 2),
+            problem.split_heads(lse, 1),
+        )
     if problem.device >= 0:
         launcher().forward(problem, *inner, workspace)
     else:

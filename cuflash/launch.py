@@ -99,10 +99,12 @@ def _unordered_head_dim(problem: Problem) -> int:
 
 def forward(problem: Problem, q: Any, k: Any, v: Any, key_bias: Any, o: Any, lse: Any, workspace: Any) -> None:
     """Fill o and lse (either may be None) from inner views."""
-    pointers, strides = _describe((q, k, v, key_bias, o, lse))
+    pointers = [0 if x is None else x.data.ptr for x in (q, k, v, key_bias, o, lse)]
     inputs, vector = (pointers[0] | pointers[1] | pointers[2]) & 15, pointers[4] & 15 == 0
-    launch = _plan_forward(problem, _family(problem.device), strides, inputs, vector)
-    _run((launch,), pointers + [0] * (len(params.TENSORS) - len(pointers)))
+    # The problem knows the strides of the inputs.
+    o_strides, lse_strides = None if o is None else o.strides, None if lse is None else lse.strides
+    launch = _plan_forward(problem, _family(problem.device), o_strides, lse_strides, inputs, vector)
+    _run((launch,), pointers + _NO_GRADIENTS)
 
 
 def backward(
@@ -128,6 +130,10 @@ def backward(
     _run(plan, [*inputs, row_lse, delta, *results, dq_accum])
 
 
+_NO_GRADIENTS = [0] * (len(params.TENSORS) - len(("q", "k", "v", "key_bias", "o", "lse")))
+"""Addresses of what a forward call does not have."""
+
+
 def _describe(arrays: Sequence[Any]) -> tuple[list[int], tuple[Strides | None, ...]]:
     """Addresses (0 where absent) and strides, in the order of ``params.TENSORS``."""
     pointers = [0 if x is None else x.data.ptr for x in arrays]
@@ -148,9 +154,10 @@ def _run(plan: Sequence[_Launch], pointers: Sequence[int]) -> None:
 
 @lru_cache(maxsize=4096)
 def _plan_forward(
-    problem: Problem, family: str, strides: tuple[Strides | None, ...], aligned: int, vector: bool
+    problem: Problem, family: str, o_strides: Strides | None, lse_strides: Strides | None, aligned: int, vector: bool
 ) -> _Launch:
-    layout = _layout(problem, dict(zip(params.TENSORS, strides, strict=False)))
+    inputs = {"q": problem.q_strides, "k": problem.k_strides, "v": problem.v_strides, "key_bias": problem.bias_strides}
+    layout = _layout(problem, {**inputs, "o": o_strides, "lse": lse_strides})
     load = _load_kind(layout, ("q", "k", "v"), aligned)
     variant = _variant(problem, "attention_forward", family, load)
     blocks = -(-problem.m // variant.tile.block_m)

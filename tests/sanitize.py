@@ -5,8 +5,10 @@ The first run, without a tool, compiles; the tools then watch kernels only::
     export PYTHONPATH=.
     python tests/sanitize.py
     for tool in memcheck racecheck initcheck synccheck; do
-      compute-sanitizer --tool $tool --error-exitcode 1 python tests/sanitize.py || exit 1
+      compute-sanitizer --tool $tool --report-api-errors no --error-exitcode 1 python tests/sanitize.py || exit 1
     done
+
+API errors are left out: cuda.bindings asks the driver for functions of newer versions and expects a refusal.
 
 Arrays are allocated to the byte and without a pool, so that memcheck knows where each one ends. Results are compared
 with the host's, so a run says that kernels ran and computed.

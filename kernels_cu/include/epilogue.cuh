@@ -11,6 +11,7 @@ template <class Output, int kMTiles, int kCols, class SharedT>
 __device__ __forceinline__ void store_rows(const Fragment<kMTiles, kCols>& f, SharedT& smem, int row0, u16* gmem,
                                            const Strides& stride, int tile_row0, int length, int cols, bool vector) {
   static_assert(sizeof(Output) == 2, "wider outputs go straight from registers");
+  __syncwarp();  // all lanes have read the tile that lay in these rows
 #pragma unroll
   for (int m = 0; m < kMTiles; ++m)
 #pragma unroll
