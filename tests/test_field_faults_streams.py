@@ -91,8 +91,8 @@ def test_b48_small_problems_are_bitwise_too() -> None:
 def test_b49_shared_buffers_are_not_reused_too_early() -> None:
     rng = RNG(50)
     batch, m, n, d = 300, 2048, 128, 128
-    block = [normal(rng, (1, length, d), "float16", 3) for length in (m, n, n)] + [normal(rng, (1, m, d), "float16")]
-    arrays = [put(GPU, np.broadcast_to(x, (batch, *x.shape[1:])).copy()) for x in block]
+    block = [normal(rng, (length, d), "float16", 3) for length in (m, n, n)] + [normal(rng, (m, d), "float16")]
+    arrays = [put(GPU, np.broadcast_to(x, (batch, *x.shape)).copy()) for x in block]
     want = expect(*block)
     q, k, v, do = arrays
     o, lse = cuflash.attention(q, k, v, return_lse=True)
