@@ -382,6 +382,11 @@ def attention_backward(
     TypeError, ValueError, NotImplementedError, ImportError, CompileError
         As in `attention`.
 
+    Notes
+    -----
+    On a GPU the gradients of the scores are rounded to the operands' dtype before they meet q and k. In float16 they
+    must stay below 65504: scale do down where that is not so, or use bfloat16.
+
     Examples
     --------
     >>> import numpy as np, cuflash

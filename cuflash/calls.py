@@ -23,7 +23,6 @@ Need = tuple[bool, bool, bool, bool]
 
 
 @functools.cache
-@functools.cache
 def launcher() -> Any:
     """The CUDA side, imported with the first array on a GPU."""
     from cuflash import launch
@@ -85,6 +84,7 @@ def workspace_nbytes(problem: Problem, operation: str) -> int:
     if problem.has_value and problem.e == 0:
         problem = without_value(problem)
         operation = "attention_lse" if operation == "attention" else operation
+    launcher().check(problem, operation)
     nbytes: int = launcher().workspace_nbytes(problem, operation)
     return nbytes
 

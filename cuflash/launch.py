@@ -39,6 +39,25 @@ class _Launch(NamedTuple):
     tail: bytes
 
 
+class _Bits(NamedTuple):
+    """Address bits below 16 of arrays that are accessed alike: what their alignment is not."""
+
+    loads: int
+    """q, k, v and do, which come in tiles."""
+    rows: int
+    """o, and do where both are read row by row."""
+    vectors: int
+    """Arrays of 4-byte elements."""
+
+    def check(self) -> None:
+        """Raise where an array does not start at a whole element: a GPU cannot read that."""
+        if (self.loads | self.rows) % 2 or self.vectors % 4:
+            raise NotImplementedError(
+                "an array starts between two elements (its address is not a multiple of its item size), which kernels "
+                "cannot read; copy it"
+            )
+
+
 class _Axes(NamedTuple):
     """Coalesced batch axes: their extents, and each array's strides on them, in elements."""
 
@@ -46,30 +65,29 @@ class _Axes(NamedTuple):
     strides: dict[str, tuple[int, int, int]]
 
 
+@lru_cache(maxsize=4096)
 def check(problem: Problem, operation: str) -> None:
     """Raise NotImplementedError for a valid problem that no kernel serves, before anything is allocated."""
-    _check(problem)
-
-
-@lru_cache(maxsize=4096)
-def _check(problem: Problem) -> None:
     if problem.dtype not in ("float16", "bfloat16"):
         raise NotImplementedError(
-            f"{problem.dtype} on a GPU is not built yet: float16 and bfloat16 are, and the host serves all four dtypes"
+            f"{operation} in {problem.dtype} on a GPU is not built yet: float16 and bfloat16 are, and the host serves "
+            "all four dtypes"
         )
+    if problem.dtype == "bfloat16" and _target(problem.device) == "75":
+        raise NotImplementedError(f"{operation} in bfloat16 needs compute capability 8.0, the device has 7.5")
     for name, length, letter in (("q and k", problem.d, "d"), ("v", problem.e, "e")):
         if length > tiles.MAX_HEAD_DIM:
             raise NotImplementedError(
-                f"the kernels take at most {tiles.MAX_HEAD_DIM} features, {name} have {letter} = {length}; "
-                "the host serves any number"
+                f"the kernels of {operation} take at most {tiles.MAX_HEAD_DIM} features, {name} have {letter} = "
+                f"{length}; the host serves any number"
             )
     if problem.m + problem.n > MAX_INT - 1024:
         raise NotImplementedError(f"kernels count rows in 32 bits: m + n = {problem.m + problem.n} is too many")
-    shapes = {"q": (problem.q_batch, problem.q_strides), "k": (problem.k_batch, problem.k_strides)}
-    if problem.v_batch is not None and problem.v_strides is not None:
-        shapes["v"] = problem.v_batch, problem.v_strides
-    strides = {name: _batch_strides(problem, b, s[: len(b)], 2) for name, (b, s) in shapes.items()}
-    _coalesce(problem.inner_batch, strides)
+    _layout(problem, _input_strides(problem))  # batch axes that no kernel can follow
+
+
+def _input_strides(problem: Problem) -> dict[str, Strides | None]:
+    return {"q": problem.q_strides, "k": problem.k_strides, "v": problem.v_strides, "key_bias": problem.bias_strides}
 
 
 def workspace_nbytes(problem: Problem, operation: str) -> int:
@@ -77,12 +95,16 @@ def workspace_nbytes(problem: Problem, operation: str) -> int:
     one more for each element of q."""
     if operation != "attention_backward":
         return 0
+    return _workspace_bytes(problem, _may_be_unordered(problem))
+
+
+def _workspace_bytes(problem: Problem, unordered: bool) -> int:
     # The caller's memory may start anywhere: it is used from a multiple of 16.
-    return 16 + 2 * _row_vector_bytes(problem) + (_dq_accum_bytes(problem) if _may_be_unordered(problem) else 0)
+    return 16 + 2 * _row_vector_bytes(problem) + (_dq_accum_bytes(problem) if unordered else 0)
 
 
 def _padded_rows(m: int) -> int:
-    return -(-m // tiles.ROW_PADDING) * tiles.ROW_PADDING
+    return -(-m // params.ROW_PADDING) * params.ROW_PADDING
 
 
 def _row_vector_bytes(problem: Problem) -> int:
@@ -100,11 +122,11 @@ def _unordered_head_dim(problem: Problem) -> int:
 def forward(problem: Problem, q: Any, k: Any, v: Any, key_bias: Any, o: Any, lse: Any, workspace: Any) -> None:
     """Fill o and lse (either may be None) from inner views."""
     pointers = [0 if x is None else x.data.ptr for x in (q, k, v, key_bias, o, lse)]
-    inputs, vector = (pointers[0] | pointers[1] | pointers[2]) & 15, pointers[4] & 15 == 0
+    inputs, vectors = (pointers[0] | pointers[1] | pointers[2]) & 15, (pointers[3] | pointers[5]) & 15
     # The problem knows the strides of the inputs.
     o_strides, lse_strides = None if o is None else o.strides, None if lse is None else lse.strides
-    launch = _plan_forward(problem, _family(problem.device), o_strides, lse_strides, inputs, vector)
-    _run((launch,), pointers + _NO_GRADIENTS)
+    bits = _Bits(inputs, pointers[4] & 15, vectors)
+    _run((_plan_forward(problem, _family(problem.device), o_strides, lse_strides, bits),), pointers)
 
 
 def backward(
@@ -116,22 +138,20 @@ def backward(
 
     inputs, strides = _describe((q, k, v, key_bias, o, lse, do, dlse))
     results, result_strides = _describe((dq, dk, dv, dkey_bias))
-    aligned = (inputs[0] | inputs[1] | inputs[2] | inputs[6]) & 15, (inputs[4] | inputs[6]) & 15
-    vectors = tuple(x & 15 == 0 for x in results[:3])
-    plan = _plan_backward(problem, _family(problem.device), strides + result_strides, aligned, vectors)
+    tiles_in, rows_in = inputs[0] | inputs[1] | inputs[2] | inputs[6], inputs[4] | inputs[6]
+    vectors = inputs[3] | inputs[5] | inputs[7] | results[3]
+    bits = (_Bits(tiles_in & 15, rows_in & 15, vectors & 15), *(x & 15 for x in results[:3]))
+    plan = _plan_backward(problem, _family(problem.device), strides + result_strides, *bits)
+    unordered = any(launch.variant.operation == tiles.UNORDERED for launch in plan)
     if workspace is None:
-        workspace = cupy.empty(workspace_nbytes(problem, "attention_backward"), np.uint8)
+        workspace = cupy.empty(_workspace_bytes(problem, unordered), np.uint8)
     row_lse = -(-workspace.data.ptr // 16) * 16
     delta = row_lse + _row_vector_bytes(problem)
     dq_accum = delta + _row_vector_bytes(problem)
-    if any(launch.variant.operation == tiles.UNORDERED for launch in plan):
+    if unordered:
         stream = cupy.cuda.get_current_stream().ptr
         cupy.cuda.runtime.memsetAsync(dq_accum, 0, _dq_accum_bytes(problem), stream)
     _run(plan, [*inputs, row_lse, delta, *results, dq_accum])
-
-
-_NO_GRADIENTS = [0] * (len(params.TENSORS) - len(("q", "k", "v", "key_bias", "o", "lse")))
-"""Addresses of what a forward call does not have."""
 
 
 def _describe(arrays: Sequence[Any]) -> tuple[list[int], tuple[Strides | None, ...]]:
@@ -154,18 +174,19 @@ def _run(plan: Sequence[_Launch], pointers: Sequence[int]) -> None:
 
 @lru_cache(maxsize=4096)
 def _plan_forward(
-    problem: Problem, family: str, o_strides: Strides | None, lse_strides: Strides | None, aligned: int, vector: bool
+    problem: Problem, family: str, o_strides: Strides | None, lse_strides: Strides | None, bits: _Bits
 ) -> _Launch:
-    inputs = {"q": problem.q_strides, "k": problem.k_strides, "v": problem.v_strides, "key_bias": problem.bias_strides}
-    layout = _layout(problem, {**inputs, "o": o_strides, "lse": lse_strides})
-    load = _load_kind(layout, ("q", "k", "v"), aligned)
+    bits.check()
+    layout = _layout(problem, {**_input_strides(problem), "o": o_strides, "lse": lse_strides})
+    load = _load_kind(layout, ("q", "k", "v"), bits.loads)
     variant = _variant(problem, "attention_forward", family, load)
     blocks = -(-problem.m // variant.tile.block_m)
-    return _launch(problem, variant, layout, blocks, store_vector=vector and _load_kind(layout, ("o",), 0) == "16")
+    return _launch(problem, variant, layout, blocks, store_vector=_load_kind(layout, ("o",), bits.rows) == "16")
 
 
-GRADIENTS = ("dq", "dk", "dv", "dkey_bias")
-_BACKWARD_TENSORS = ("q", "k", "v", "key_bias", "o", "lse", "dout", "dlse", *GRADIENTS)
+_BACKWARD_TENSORS = (
+    "q", "k", "v", "key_bias", "o", "lse", "dout", "dlse", "dq", "dk", "dv", "dkey_bias",
+)  # fmt: skip
 _NEED = {"dk": params.NEED_K, "dv": params.NEED_V, "dkey_bias": params.NEED_KEY_BIAS}
 
 
@@ -174,18 +195,18 @@ def _plan_backward(
     problem: Problem,
     family: str,
     strides: tuple[Strides | None, ...],
-    aligned: tuple[int, int],
-    vectors: tuple[bool, ...],
+    bits: _Bits,
+    *gradient_bits: int,
 ) -> tuple[_Launch, ...]:
-    """``aligned``: address bits of what the main kernels load, and of o and do; ``vectors``: of dq, dk, dv."""
+    """``gradient_bits``: address bits of dq, dk and dv."""
+    bits.check()
+    for gradient in gradient_bits:
+        _Bits(gradient, 0, 0).check()
     layout = _layout(problem, dict(zip(_BACKWARD_TENSORS, strides, strict=True)))
-    load = _load_kind(layout, ("q", "k", "v", "dout"), aligned[0])
-    vector = {
-        name: fits and _load_kind(layout, (name,), 0) == "16"
-        for name, fits in zip(GRADIENTS, (*vectors, True), strict=True)
-        if name in layout.strides
-    }
-    delta_load = _load_kind(layout, ("o", "dout"), aligned[1])
+    load = _load_kind(layout, ("q", "k", "v", "dout"), bits.loads)
+    gradients = zip(("dq", "dk", "dv"), gradient_bits, strict=True)
+    vector = {name: _load_kind(layout, (name,), own) == "16" for name, own in gradients if name in layout.strides}
+    delta_load = _load_kind(layout, ("o", "dout"), bits.rows)
     variant = _row_variant(problem, "attention_delta", family, "16" if delta_load == "16" else "strided")
     plan = [_launch(problem, variant, layout, _padded_rows(problem.m) // (variant.tile.threads // 8))]
     if _is_unordered(problem, layout, family, load):
@@ -205,7 +226,8 @@ def _plan_backward(
             if names:
                 variant = _variant(problem, operation, family, load)
                 blocks, need = -(-problem.n // variant.tile.block_n), sum(_NEED[name] for name in names)
-                plan.append(_launch(problem, variant, layout, blocks, loop, need, all(vector[name] for name in names)))
+                aligned = all(vector.get(name, True) for name in names)
+                plan.append(_launch(problem, variant, layout, blocks, loop, need, aligned))
     return tuple(plan)
 
 
@@ -451,7 +473,11 @@ def merge(os_: Any, lses: Any, o: Any, lse: Any) -> None:
         (_elements(os_.strides[0], itemsize), _elements(lses.strides[0], lse_itemsize)) if stacked else (0, 0)
     )
     rows, value_dim = o.shape[-2:]
-    packed = params.pack_merge(described[:-1], described[-1], part_strides, (*axes.extents, rows, value_dim, count))
+    for o_at, lse_at, *_ in described:
+        _Bits(o_at % 2, 0, lse_at % 4).check()
+    packed = params.pack_merge(
+        described[:-1], described[-1], part_strides, (*axes.extents, rows, value_dim, count, int(stacked))
+    )
     device, dtype = o.device.id, o.dtype.name
     if dtype == "bfloat16" and _target(device) == "75":
         raise NotImplementedError("bfloat16 needs compute capability 8.0, the device has 7.5")

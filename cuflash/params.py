@@ -25,19 +25,23 @@ INTS = (
 )  # fmt: skip
 FLOATS = ("scale", "exponent_scale", "lse_scale", "softcap")
 
+ROW_PADDING = 128
+"""Row vectors in the workspace are padded to this many rows, so that a tile of them is loaded unconditionally."""
+
 NEED_Q, NEED_K, NEED_V, NEED_KEY_BIAS = 1, 2, 4, 8
 """Bits of ``need``, as in params.cuh."""
 
 _POINTERS = struct.Struct(f"<{len(TENSORS)}Q")
 _TAIL = struct.Struct(f"<{len(TENSORS) * STRIDES_PER_TENSOR}q{len(INTS)}i{len(FLOATS)}f")
 SIZE = (_POINTERS.size + _TAIL.size + 7) // 8 * 8
+_ABSENT = (0,) * len(TENSORS)
 _PADDING = bytes(SIZE - _POINTERS.size - _TAIL.size)
 
 MERGE_PARTS = 36
 """Separate arrays that one merge reads through its parameter struct of at most 4 kB; a stacked array has no limit."""
 _MERGE_PART = struct.Struct(f"<2Q{2 * STRIDES_PER_TENSOR}q")
-_MERGE_TAIL = struct.Struct(f"<2Q{2 + 2 * STRIDES_PER_TENSOR}q6i")
-MERGE_SIZE = MERGE_PARTS * _MERGE_PART.size + _MERGE_TAIL.size
+_MERGE_TAIL = struct.Struct(f"<2Q{2 + 2 * STRIDES_PER_TENSOR}q7i")
+MERGE_SIZE = (MERGE_PARTS * _MERGE_PART.size + _MERGE_TAIL.size + 7) // 8 * 8
 
 
 def size(operation: str) -> int:
@@ -53,8 +57,8 @@ def pack_tail(strides: Mapping[str, Sequence[int]], ints: Mapping[str, int], flo
 
 
 def pack(pointers: Sequence[int], tail: bytes) -> bytes:
-    """The struct: one pointer for each of ``TENSORS`` (0 where absent) before the cached ``tail``."""
-    return _POINTERS.pack(*pointers) + tail
+    """The struct: pointers in the order of ``TENSORS``, 0 where absent, left out at the end, and the cached ``tail``."""
+    return _POINTERS.pack(*pointers, *_ABSENT[len(pointers) :]) + tail
 
 
 def pack_merge(
@@ -67,7 +71,7 @@ def pack_merge(
     packed = b"".join(_MERGE_PART.pack(o, lse, *o_strides, *lse_strides) for o, lse, o_strides, lse_strides in parts)
     o, lse, o_strides, lse_strides = outputs
     tail = _MERGE_TAIL.pack(o, lse, *part_strides, *o_strides, *lse_strides, *ints)
-    return packed.ljust(MERGE_PARTS * _MERGE_PART.size, b"\0") + tail
+    return (packed.ljust(MERGE_PARTS * _MERGE_PART.size, b"\0") + tail).ljust(MERGE_SIZE, b"\0")
 
 
 def static_asserts() -> str:
@@ -84,6 +88,7 @@ def static_asserts() -> str:
         offset += 4
     asserts = "\n".join(f"static_assert(CUFLASH_OFFSETOF({n}) == {at});" for n, at in lines)
     sizes = f"static_assert(sizeof(Params) == {SIZE} && sizeof(MergeParams) == {MERGE_SIZE});"
+    constants = f"static_assert(kMergeParts == {MERGE_PARTS} && kRowPadding == {ROW_PADDING});"
     # NVRTC has no offsetof; this is the operator its front end defines offsetof with.
     offsetof = "#define CUFLASH_OFFSETOF(field) __INTADDR__(&(((Params*)0)->field))"
-    return f"{offsetof}\nnamespace cuflash {{\n{asserts}\n{sizes}\n}}\n"
+    return f"{offsetof}\nnamespace cuflash {{\n{asserts}\n{sizes}\n{constants}\n}}\n"

@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     from cuflash.compile import Variant
 
 MAX_HEAD_DIM = 256
-ROW_PADDING = 128
-"""Row vectors in the workspace are padded to this many rows, so that a tile of them is loaded unconditionally."""
-
 SMEM_LIMIT = {
     "75": 65536, "80": 166912, "86": 101376, "87": 166912, "89": 101376, "90a": 232448, "100": 232448, "103": 232448,
     "110": 232448, "120": 101376,
@@ -26,7 +23,10 @@ SMEM_LIMIT = {
 
 @dataclass(frozen=True)
 class Tile:
-    """Block sizes of a kernel: ``block_m`` query rows, ``block_n`` keys, of at most ``head_dim`` features."""
+    """Block sizes of a kernel: ``block_m`` query rows, ``block_n`` keys, of at most ``head_dim`` features.
+
+    ``stages`` is how many blocks the backward kernels keep in flight; the forward has one of K and one of V.
+    """
 
     head_dim: int
     value_dim: int
@@ -108,7 +108,7 @@ TABLES: dict[str, dict[int, dict[int, Tile]]] = {
             (128, 32, 64, 2, 4),  # 64 query rows were 8 percent faster, and spilled
         ),
         99: _rows((32, 64, 64, 2, 4), (64, 64, 64, 2, 4), (96, 32, 64, 2, 4), (128, 32, 64, 1, 4)),
-        64: _rows((32, 64, 64, 1, 4), (64, 64, 64, 1, 4), (96, 32, 64, 1, 4), (128, 32, 64, 1, 4)),
+        64: _rows((32, 64, 64, 1, 4), (64, 64, 64, 1, 4), (96, 32, 64, 1, 4), (128, 16, 64, 1, 4)),
     },
     "attention_backward_dqkv": {
         163: _rows((64, 64, 128, 2, 8), (128, 32, 128, 2, 8)),  # 16 percent over the ordered kernels at S 4096
@@ -160,7 +160,7 @@ GENERAL = {
 """Smaller rows where the registers of the score terms made the table's spill."""
 
 ROW_KERNEL = Tile(head_dim=32, value_dim=32, block_m=16, block_n=16, stages=1, warps=4)
-"""Of the kernels that work on rows, not tiles (delta, merge), only the number of warps matters."""
+"""Of the kernels that work on rows, not tiles (delta, convert, merge), only the number of warps matters."""
 
 UNORDERED = "attention_backward_dqkv"
 """dq, dk and dv in one kernel with atomic sums, for ``deterministic=False``: plain variants with 16-byte loads only."""

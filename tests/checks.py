@@ -223,9 +223,7 @@ def check_forward(backend: Backend, case: Case, family: str) -> None:
     )
     got = call.finish(results, returned)
     x = call.values
-    wanted = expect(
-        x["q"], x["k"], x["v"], family=family, on_host=backend is HOST, **call.reference_options
-    )
+    wanted = expect(x["q"], x["k"], x["v"], family=family, on_host=backend is HOST, **call.reference_options)
     for name, array in got.items():
         wanted[name].check(array)
     if case.seed % 8 == 0:  # alone, o is the same
@@ -276,9 +274,7 @@ def check_lse(backend: Backend, case: Case, family: str) -> None:
     assert same_bits(backend.get(again), backend.get(lse))
     names = ("dq", "dk") + (("dkey_bias",) if case.key_bias is not None else ())
     got = dict(zip(names, map(backend.get, vjp(put(backend, dlse))), strict=True)) | {"lse": backend.get(lse)}
-    wanted = expect(
-        x["q"], x["k"], dlse=dlse, family=family, on_host=backend is HOST, **call.reference_options
-    )
+    wanted = expect(x["q"], x["k"], dlse=dlse, family=family, on_host=backend is HOST, **call.reference_options)
     for name, array in got.items():
         wanted[name].check(array)
 

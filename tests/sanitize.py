@@ -82,8 +82,9 @@ def calls(arrays: list[Any], dlse: Any, options: dict[str, Any]) -> Iterator[tup
     o, lse = cuflash.attention(q, k, v, return_lse=True, **options)
     yield ("o", "lse"), (o, lse)
     for deterministic in (True, False):
-        yield gradients, cuflash.attention_backward(
-            do, q, k, v, o, lse, dlse=dlse, deterministic=deterministic, **options
+        yield (
+            gradients,
+            cuflash.attention_backward(do, q, k, v, o, lse, dlse=dlse, deterministic=deterministic, **options),
         )
     lse, vjp = cuflash.attention_lse_vjp(q, k, **options)
     yield ("lse", *(name for name in gradients if name != "dv")), (lse, *vjp(dlse))

@@ -339,9 +339,7 @@ def test_b17_dirty_scratch_memory_does_not_matter(backend: Backend, dtype: str) 
         if dirt:  # freed blocks of every size that the call may ask for come back full of NaN
             junk = [backend.empty_bytes(size) for size in (backward_bytes + 1, 2 * q.nbytes, 4 * q.nbytes, 512)]
             del junk
-        o, lse = cuflash.attention(
-            q, k, v, causal=True, return_lse=True, workspace=backend.empty_bytes(forward_bytes)
-        )
+        o, lse = cuflash.attention(q, k, v, causal=True, return_lse=True, workspace=backend.empty_bytes(forward_bytes))
         gradients = cuflash.attention_backward(
             do, q, k, v, o, lse, causal=True, workspace=backend.empty_bytes(backward_bytes) if dirt == 2 else None
         )

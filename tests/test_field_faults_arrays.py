@@ -50,9 +50,7 @@ RNG = np.random.default_rng
     ids=str,
 )
 @pytest.mark.parametrize("grouped", [False, True])
-def test_b19_empty_shapes(
-    backend: Backend, dtype: str, batch: tuple[int, ...], m: int, n: int, grouped: bool
-) -> None:
+def test_b19_empty_shapes(backend: Backend, dtype: str, batch: tuple[int, ...], m: int, n: int, grouped: bool) -> None:
     if grouped and not batch:
         batch = (2,)
     q, k, v = (np.ones((*batch, *core), dtype_of(dtype)) for core in ((m, 8), (n, 8), (n, 4)))

@@ -348,5 +348,3 @@ def test_b58_replays_of_a_graph_see_new_data(deterministic: bool) -> None:
             stream.synchronize()
             for name, array in zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *gradients), strict=True):
                 expected[name].check(GPU.get(array))
-
-

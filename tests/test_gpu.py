@@ -55,9 +55,7 @@ def family(name: str) -> Iterator[None]:
             os.environ["CUFLASH_FAMILY"] = before
 
 
-needs = st.one_of(
-    st.none(), st.lists(st.sampled_from(("q", "k", "v", "key_bias")), min_size=1, unique=True).map(tuple)
-)
+needs = st.one_of(st.none(), st.lists(st.sampled_from(("q", "k", "v", "key_bias")), min_size=1, unique=True).map(tuple))
 upstream = st.sampled_from(((True, False), (True, True), (False, True)))
 """Whether there is a do, and a dlse."""
 
@@ -205,8 +203,9 @@ def test_merge(drawn: dict[str, Any]) -> None:
         dead = rng.random(lse.shape) < 0.3
         lse[dead] = -np.inf
         o[dead] = np.nan
-    room = place_hole(BACKEND, shape, dtype_of(dtype), places[2]), place_hole(
-        BACKEND, shape[:-1], acc_dtype(dtype), places[3]
+    room = (
+        place_hole(BACKEND, shape, dtype_of(dtype), places[2]),
+        place_hole(BACKEND, shape[:-1], acc_dtype(dtype), places[3]),
     )
     if drawn["stacked"]:
         parts: Any = (put(BACKEND, np.stack(os)), put(BACKEND, np.stack(lses)))

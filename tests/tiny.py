@@ -15,9 +15,14 @@ enum class LoadKind { k16, k8, k4, kStrided };
 }
 """
 STORE = 'extern "C" __global__ void KERNEL(int* x) { x[threadIdx.x] = cuflash::kTile.block_m; }\n'
-STACK = (
-    'extern "C" __global__ void KERNEL(int* x) { int a[99]; for (int i = 0; i < 99; ++i) a[i] = x[i]; *x = a[*x]; }\n'
-)
+# volatile: newer compilers see through an array that is written once.
+STACK = """\
+extern "C" __global__ void KERNEL(int* x) {
+  volatile int a[99];
+  for (int i = 0; i < 99; ++i) a[i] = x[i];
+  *x = a[*x];
+}
+"""
 BROKEN = 'extern "C" __global__ void KERNEL(int* x) { *x = nothing; }\n'
 
 # Run by processes of their own; ``monkeypatch`` does in this one what these lines do there.

@@ -14,7 +14,7 @@ namespace cuflash {
 constexpr int kThreads = 32 * kTile.warps;
 constexpr int kMTiles = kTile.block_m / (16 * kTile.warps);
 static_assert(kMTiles * 16 * kTile.warps == kTile.block_m, "each warp owns whole 16-row tiles");
-static_assert(kTile.block_m <= 128, "row vectors are padded to 128 rows");
+static_assert(kRowPadding % kTile.block_m == 0, "tiles of row vectors load whole");
 
 struct KeyStage {
   SharedTile<kTile.block_n, kTile.head_dim> k;
@@ -29,34 +29,37 @@ static_assert(sizeof(SharedStorage) == kSmemBytes, "the tile table counts the sa
 
 using Scores = Fragment<kMTiles, kTile.block_n>;
 
-__device__ __forceinline__ void store_dq(const Params& p, Fragment<kMTiles, kTile.head_dim>& dq, SharedStorage& smem) {
-  const Work work = locate_rows(ceil_div(p.seqlen_q, kTile.block_m));
-  dq.for_each([&](float& x, int, int, int) { x *= p.scale; });
-  store_rows<Output>(dq, smem.q, warp_id() * 16 * kMTiles, base16(p.dq, p.dq_stride, batch_index(p, work.owned, 0)),
-                     p.dq_stride, work.block * kTile.block_m, p.seqlen_q, p.head_dim, p.store_vector != 0);
+__device__ __forceinline__ void store_dq(const Params& params, Fragment<kMTiles, kTile.head_dim>& dq,
+                                         SharedStorage& smem) {
+  const Work work = locate_rows(ceil_div(params.seqlen_q, kTile.block_m));
+  dq.for_each([&](float& x, int, int, int) { x *= params.scale; });
+  store_rows<Output>(dq, smem.q, warp_id() * 16 * kMTiles,
+                     base16(params.dq, params.dq_stride, batch_index(params, work.owned, 0)), params.dq_stride,
+                     work.block * kTile.block_m, params.seqlen_q, params.head_dim, params.store_vector != 0);
 }
 
-__device__ __forceinline__ void attention_backward_dq(const Params& p, SharedStorage& smem) {
-  const Work work = locate_rows(ceil_div(p.seqlen_q, kTile.block_m));
-  const int tile_row0 = work.block * kTile.block_m, rows = min_of(kTile.block_m, p.seqlen_q - tile_row0);
+__device__ __forceinline__ void attention_backward_dq(const Params& params, SharedStorage& smem) {
+  const Work work = locate_rows(ceil_div(params.seqlen_q, kTile.block_m));
+  const int tile_row0 = work.block * kTile.block_m, rows = min_of(kTile.block_m, params.seqlen_q - tile_row0);
   const int warp_row0 = warp_id() * 16 * kMTiles;
-  const BlockRange blocks = key_blocks(p, tile_row0, tile_row0 + rows, kTile.block_n);
-  const bool has_dout = p.dout != nullptr && p.value_dim > 0;
+  const BlockRange blocks = key_blocks(params, tile_row0, tile_row0 + rows, kTile.block_n);
+  const bool has_dout = params.dout != nullptr && params.value_dim > 0;
 
   Fragment<kMTiles, kTile.head_dim> dq;
   dq.clear();
 
-  for (int summed = 0; summed < loop_count(p); ++summed) {
-    const BatchIndex batch = batch_index(p, work.owned, summed);
-    const u16* k_gmem = base16(p.k, p.k_stride, batch);
-    const u16* v_gmem = base16(p.v, p.v_stride, batch);
-    const KeyBias key_bias{p.key_bias == nullptr ? nullptr : p.key_bias + offset(p.key_bias_stride, batch),
-                           p.key_bias_stride.row};
+  for (int summed = 0; summed < loop_count(params); ++summed) {
+    const BatchIndex batch = batch_index(params, work.owned, summed);
+    const u16* k_gmem = base16(params.k, params.k_stride, batch);
+    const u16* v_gmem = base16(params.v, params.v_stride, batch);
+    const KeyBias key_bias{
+        params.key_bias == nullptr ? nullptr : params.key_bias + offset(params.key_bias_stride, batch),
+        params.key_bias_stride.row};
     float lse[2 * kMTiles], delta[2 * kMTiles];
     bool row_large = false;
     Scores::for_each_row([&](int r, int row) {  // rows beyond the length exist in the padded workspace
-      lse[r] = (p.row_lse + offset(p.row_lse_stride, batch))[tile_row0 + warp_row0 + row];
-      delta[r] = (p.delta + offset(p.delta_stride, batch))[tile_row0 + warp_row0 + row];
+      lse[r] = (params.row_lse + offset(params.row_lse_stride, batch))[tile_row0 + warp_row0 + row];
+      delta[r] = (params.delta + offset(params.delta_stride, batch))[tile_row0 + warp_row0 + row];
       row_large |= is_large_lse(lse[r]);
     });
     const bool any_large = __any_sync(kFullWarp, row_large);
@@ -64,8 +67,9 @@ __device__ __forceinline__ void attention_backward_dq(const Params& p, SharedSto
     const auto load_keys = [&](int block) {
       KeyStage& stage = smem.stage[block % kTile.stages];
       const int key0 = block * kTile.block_n;
-      load_tile<kLoad, kThreads>(stage.k, k_gmem, p.k_stride, key0, p.seqlen_k, p.head_dim);
-      if (has_dout) load_tile<kLoad, kThreads>(stage.v, v_gmem, p.v_stride, key0, p.seqlen_k, p.value_dim);
+      load_tile<kLoad, kThreads>(stage.k, k_gmem, params.k_stride, key0, params.seqlen_k, params.head_dim);
+      if (has_dout)
+        load_tile<kLoad, kThreads>(stage.v, v_gmem, params.v_stride, key0, params.seqlen_k, params.value_dim);
       copy_commit();
     };
 
@@ -76,16 +80,16 @@ __device__ __forceinline__ void attention_backward_dq(const Params& p, SharedSto
       gemm_nt<Operand, kTile.head_dim>(s, smem.q, warp_row0, stage.k);
       dp.clear();
       if (has_dout) gemm_nt<Operand, kTile.value_dim>(dp, smem.dout, warp_row0, stage.v);
-      const Band band{p.band_lo, p.band_hi};
+      const Band band{params.band_lo, params.band_hi};
       const int key0 = block * kTile.block_n, row0 = tile_row0 + warp_row0;
       const auto to_ds = [&](auto masked, auto large) {
         constexpr bool kMasked = decltype(masked)::value, kLarge = decltype(large)::value;
         s.for_each_with(dp, [&](float& x, float& dp_or_ds, int slot, int row, int col) {
           const int key = key0 + col;
-          const bool exists = !kMasked || key < p.seqlen_k;
-          const ValueAndSlope v = score(p, x, kKeyBias && exists ? key_bias.value(key) : 0.f);
+          const bool exists = !kMasked || key < params.seqlen_k;
+          const ValueAndSlope v = apply_terms(params, x, kKeyBias && exists ? key_bias.value(key) : 0.f);
           const bool seen = !kMasked || (exists && band.keeps(row0 + row, key));
-          const float p_ij = seen ? probability<kLarge>(p, v.value, lse[slot]) : 0.f;
+          const float p_ij = seen ? probability<kLarge>(params, v.value, lse[slot]) : 0.f;
           dp_or_ds = p_ij * (dp_or_ds - delta[slot]) * v.slope;
         });
       };
@@ -103,10 +107,11 @@ __device__ __forceinline__ void attention_backward_dq(const Params& p, SharedSto
 
     if (blocks.end <= blocks.begin) continue;
     __syncthreads();  // nobody reads the tiles of the batch before any more
-    load_tile<kLoad, kThreads>(smem.q, base16(p.q, p.q_stride, batch), p.q_stride, tile_row0, p.seqlen_q, p.head_dim);
+    load_tile<kLoad, kThreads>(smem.q, base16(params.q, params.q_stride, batch), params.q_stride, tile_row0,
+                               params.seqlen_q, params.head_dim);
     if (has_dout)
-      load_tile<kLoad, kThreads>(smem.dout, base16(p.dout, p.dout_stride, batch), p.dout_stride, tile_row0, p.seqlen_q,
-                                 p.value_dim);
+      load_tile<kLoad, kThreads>(smem.dout, base16(params.dout, params.dout_stride, batch), params.dout_stride,
+                                 tile_row0, params.seqlen_q, params.value_dim);
     load_keys(blocks.end - 1);
     for (int block = blocks.end - 1; block >= blocks.begin; --block) {
       copy_wait<0>();
@@ -120,12 +125,13 @@ __device__ __forceinline__ void attention_backward_dq(const Params& p, SharedSto
     }
   }
 
-  store_dq(p, dq, smem);
+  store_dq(params, dq, smem);
 }
 
 }  // namespace cuflash
 
-extern "C" __global__ void __launch_bounds__(cuflash::kThreads, 1) KERNEL(const __grid_constant__ cuflash::Params p) {
+extern "C" __global__ void __launch_bounds__(cuflash::kThreads, 1)
+    KERNEL(const __grid_constant__ cuflash::Params params) {
   extern __shared__ __align__(128) char smem[];
-  cuflash::attention_backward_dq(p, *reinterpret_cast<cuflash::SharedStorage*>(smem));
+  cuflash::attention_backward_dq(params, *reinterpret_cast<cuflash::SharedStorage*>(smem));
 }

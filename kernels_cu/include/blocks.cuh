@@ -1,5 +1,4 @@
-// Which blocks a tile visits. Runs are half-open block ranges [begin, end); those in [full_begin, full_end) need no
-// mask.
+// Which blocks a tile visits: half-open ranges of block indices; those in [full_begin, full_end) need no mask.
 #pragma once
 #include "common.cuh"
 #include "params.cuh"
@@ -24,19 +23,19 @@ __device__ __forceinline__ BlockRange block_range(int begin, int full_begin, int
 }
 
 // Keys that rows [row_begin, row_end) see.
-__device__ __forceinline__ BlockRange key_blocks(const Params& p, int row_begin, int row_end, int block_n) {
-  const int n = p.seqlen_k, last = row_end - 1;
-  return block_range(min_of(n, max_of(0, row_begin + p.band_lo)), max_of(0, last + p.band_lo),
-                     max_of(0, min_of(n, row_begin + p.band_hi + 1)), max_of(0, min_of(n, last + p.band_hi + 1)),
-                     block_n);
+__device__ __forceinline__ BlockRange key_blocks(const Params& params, int row_begin, int row_end, int block_n) {
+  const int n = params.seqlen_k, last = row_end - 1;
+  return block_range(min_of(n, max_of(0, row_begin + params.band_lo)), max_of(0, last + params.band_lo),
+                     max_of(0, min_of(n, row_begin + params.band_hi + 1)),
+                     max_of(0, min_of(n, last + params.band_hi + 1)), block_n);
 }
 
 // Rows that see keys [key_begin, key_end): key - hi <= row <= key - lo.
-__device__ __forceinline__ BlockRange query_blocks(const Params& p, int key_begin, int key_end, int block_m) {
-  const int m = p.seqlen_q, last = key_end - 1;
-  return block_range(min_of(m, max_of(0, key_begin - p.band_hi)), max_of(0, last - p.band_hi),
-                     max_of(0, min_of(m, key_begin - p.band_lo + 1)), max_of(0, min_of(m, last - p.band_lo + 1)),
-                     block_m);
+__device__ __forceinline__ BlockRange query_blocks(const Params& params, int key_begin, int key_end, int block_m) {
+  const int m = params.seqlen_q, last = key_end - 1;
+  return block_range(min_of(m, max_of(0, key_begin - params.band_hi)), max_of(0, last - params.band_hi),
+                     max_of(0, min_of(m, key_begin - params.band_lo + 1)),
+                     max_of(0, min_of(m, last - params.band_lo + 1)), block_m);
 }
 
 }  // namespace cuflash

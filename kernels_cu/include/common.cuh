@@ -5,7 +5,6 @@ namespace cuflash {
 
 using u16 = unsigned short;
 using u32 = unsigned int;
-using u64 = unsigned long long;
 using i64 = long long;
 
 struct Half {
@@ -49,6 +48,7 @@ enum class LoadKind { k16, k8, k4, kStrided };
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kLargeExponent = 16777216.f;  // 2^24: from here on float32 has no fraction
+constexpr int kRowPadding = 128;  // row vectors of the workspace are padded to this many rows, so that tiles load whole
 constexpr u32 kFullWarp = 0xffffffffu;
 
 __device__ __forceinline__ float neg_inf() { return __int_as_float(0xff800000); }

@@ -7,10 +7,10 @@ namespace cuflash {
 
 // Rounds the warp's accumulators and writes them to rows tile_row0 + row0 and following of a (length, cols) array.
 // Rows row0.. of `smem` belong to this warp alone, so a warp barrier orders everything.
-template <class Output, int kMTiles, int kCols, class SharedT>
+template <class T, int kMTiles, int kCols, class SharedT>
 __device__ __forceinline__ void store_rows(const Fragment<kMTiles, kCols>& f, SharedT& smem, int row0, u16* gmem,
                                            const Strides& stride, int tile_row0, int length, int cols, bool vector) {
-  static_assert(sizeof(Output) == 2, "wider outputs go straight from registers");
+  static_assert(sizeof(T) == 2, "wider outputs go straight from registers");
   __syncwarp();  // all lanes have read the tile that lay in these rows
 #pragma unroll
   for (int m = 0; m < kMTiles; ++m)
@@ -19,7 +19,7 @@ __device__ __forceinline__ void store_rows(const Fragment<kMTiles, kCols>& f, Sh
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         u16* to = smem.at(row0 + 16 * m + 8 * h + lane_id() / 4, n) + 2 * (lane_id() % 4);
-        *reinterpret_cast<u32*>(to) = pack<Output>(f.x[m][n][2 * h], f.x[m][n][2 * h + 1]);
+        *reinterpret_cast<u32*>(to) = pack<T>(f.x[m][n][2 * h], f.x[m][n][2 * h + 1]);
       }
   __syncwarp();  // the rows are complete before other lanes read them
   constexpr int kRowChunks = kCols / kChunk;

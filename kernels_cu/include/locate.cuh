@@ -35,18 +35,20 @@ __device__ __forceinline__ BatchIndex unravel(int index, int extent1, int extent
 }
 
 // The batch of grid position `owned` and loop position `summed`; of each axis one of the two is always 0.
-__device__ __forceinline__ BatchIndex batch_index(const Params& p, int owned, int summed) {
-  const BatchIndex g = unravel(owned, p.grid_extent1, p.grid_extent2),
-                   l = unravel(summed, p.loop_extent1, p.loop_extent2);
+__device__ __forceinline__ BatchIndex batch_index(const Params& params, int owned, int summed) {
+  const BatchIndex g = unravel(owned, params.grid_extent1, params.grid_extent2),
+                   l = unravel(summed, params.loop_extent1, params.loop_extent2);
   return {{g.i[0] + l.i[0], g.i[1] + l.i[1], g.i[2] + l.i[2]}};
 }
-__device__ __forceinline__ int loop_count(const Params& p) { return p.loop_extent0 * p.loop_extent1 * p.loop_extent2; }
+__device__ __forceinline__ int loop_count(const Params& params) {
+  return params.loop_extent0 * params.loop_extent1 * params.loop_extent2;
+}
 
 __device__ __forceinline__ i64 offset(const Strides& s, BatchIndex b) {
   return b.i[0] * s.batch[0] + b.i[1] * s.batch[1] + b.i[2] * s.batch[2];
 }
 
-// Base of a batch in an array of 16-bit elements or floats.
+// Base of a batch in an array of 16-bit elements.
 __device__ __forceinline__ const u16* base16(const void* x, const Strides& s, BatchIndex b) {
   return static_cast<const u16*>(x) + offset(s, b);
 }

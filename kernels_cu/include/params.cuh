@@ -49,13 +49,15 @@ struct MergePart {
   Strides o_stride, lse_stride;
 };
 
+constexpr int kMergeParts = 36;
+
 struct MergeParams {
-  MergePart part[36];  // the first alone when the parts are stacked in one array
+  MergePart part[kMergeParts];  // the first alone when the parts are stacked in one array
   void* o;
   void* lse;
-  i64 o_part_stride, lse_part_stride;  // elements from part to part when stacked, else 0
+  i64 o_part_stride, lse_part_stride;  // elements from part to part when stacked
   Strides o_stride, lse_stride;
-  int extent0, extent1, extent2, rows, value_dim, parts;
+  int extent0, extent1, extent2, rows, value_dim, parts, stacked;
 };
 
 }  // namespace cuflash

@@ -7,29 +7,21 @@
 
 namespace cuflash {
 
-// Score terms of (query, key), known to exist: the final score and its slope with respect to scale * q.k.
-__device__ __forceinline__ ValueAndSlope score(const Params& p, float s, float bias) {
-  if constexpr (kPrescaled) s *= p.scale;
-  ValueAndSlope r{s, 1.f};
-  if constexpr (kSoftcap) r = Softcap::value_and_slope(p, s);
-  if constexpr (kKeyBias) r.value = KeyBias::add(r.value, bias);
-  return r;
-}
-
 // Whether lse is so large that fl(lse * log2(e)) no longer meets s * c within a fraction. Rows of lse +inf do not
 // count.
 __device__ __forceinline__ bool is_large_lse(float lse) {
   return fabsf(lse) >= kLargeExponent * kLn2 && lse < pos_inf();
 }
 
-// p = exp(s - lse) of a score as the products leave it. At most 1 in exact arithmetic: the minimum keeps the rounding
-// of lse from making it inf. lse is +inf for rows beyond the length and rows without keys: p = 0. From 2^24 on the
-// difference is taken first, in natural units, where lse was formed by the same rounding of the same score.
+// p = exp(s - lse) of a score as the products leave it. lse is +inf for rows beyond the length and rows without keys:
+// p = 0. At most 1 in exact arithmetic: the comparison keeps the rounding of lse from making it inf, and lets NaN pass.
+// From 2^24 on the difference is taken first, in natural units, of products rounded as the forward rounded them: one
+// contracted to an FMA would leave the rounding of lse, which can be thousands, in the exponent.
 template <bool kLarge>
-__device__ __forceinline__ float probability(const Params& p, float s, float lse) {
-  const float exponent =
-      kLarge && is_large_lse(lse) ? (s * p.lse_scale - lse) * kLog2E : fmaf(s, p.exponent_scale, -lse * kLog2E);
-  return ex2(fminf(exponent, 0.f));
+__device__ __forceinline__ float probability(const Params& params, float s, float lse) {
+  const float exponent = kLarge && is_large_lse(lse) ? __fsub_rn(__fmul_rn(s, params.lse_scale), lse) * kLog2E
+                                                     : fmaf(s, params.exponent_scale, -lse * kLog2E);
+  return ex2(exponent > 0.f ? 0.f : exponent);
 }
 
 }  // namespace cuflash

@@ -20,10 +20,10 @@ __device__ __forceinline__ float tanh_exact(float x) {
 
 // s -> cap * tanh(s / cap). A cap of 0 stands for none: one variant serves calls with and without.
 struct Softcap {
-  static __device__ __forceinline__ ValueAndSlope value_and_slope(const Params& p, float s) {
-    if (p.softcap == 0.f) return {s, 1.f};
-    const float t = tanh_exact(s / p.softcap);
-    return {p.softcap * t, 1.f - t * t};
+  static __device__ __forceinline__ ValueAndSlope value_and_slope(const Params& params, float s) {
+    if (params.softcap == 0.f) return {s, 1.f};
+    const float t = tanh_exact(s / params.softcap);
+    return {params.softcap * t, 1.f - t * t};
   }
 };
 
@@ -34,6 +34,16 @@ struct KeyBias {
   __device__ __forceinline__ float value(int key) const { return bias_gmem == nullptr ? 0.f : bias_gmem[key * stride]; }
   static __device__ __forceinline__ float add(float s, float bias) { return bias == neg_inf() ? bias : s + bias; }
 };
+
+// The terms before the masks, in their order, of a (query, key) that exists: the final score and its slope with respect
+// to scale * q.k. The product is rounded by itself: forward and backward must form the same score.
+__device__ __forceinline__ ValueAndSlope apply_terms(const Params& params, float s, float bias) {
+  if constexpr (kPrescaled) s = __fmul_rn(s, params.scale);
+  ValueAndSlope r{s, 1.f};
+  if constexpr (kSoftcap) r = Softcap::value_and_slope(params, s);
+  if constexpr (kKeyBias) r.value = KeyBias::add(r.value, bias);
+  return r;
+}
 
 // Causal and window as one run-time term.
 struct Band {

@@ -37,8 +37,8 @@ struct OnlineSoftmax {
       float max = old_max;
       s.for_each_in_row(r, [&](float& x) { max = fmaxf(max, x); });
       row_max[r] = max = quad_max(max);
-      const float m = reference(max), old_m = reference(old_max), old_mc = old_m * c;
-      float mc = m * c, exponent = old_mc - mc;
+      const float m = reference(max), old_m = reference(old_max), old_mc = __fmul_rn(old_m, c);
+      float mc = __fmul_rn(m, c), exponent = old_mc - mc;  // not contracted: the references as they are used
       const bool large = is_large(mc), old_large = is_large(old_mc);
       if (__any_sync(kFullWarp, large || old_large)) {
         // Each reference as it was used: rounded below 2^24, exact above.
@@ -63,13 +63,14 @@ struct OnlineSoftmax {
 
   // The factor that makes o of row slot r an average, and the row's lse in natural units.
   __device__ __forceinline__ void finish(int r, float lse_scale, float& o_scale, float& lse) const {
-    const float sum = quad_sum(row_sum[r]), m = reference(row_max[r]), mc = m * c;
-    const bool empty =
-        row_max[r] == neg_inf() && sum == 0.f;  // a NaN among the scores leaves a NaN sum, not an empty row
+    const float sum = quad_sum(row_sum[r]), m = reference(row_max[r]), mc = __fmul_rn(m, c);
+    const bool empty = row_max[r] == neg_inf() && sum == 0.f;  // NaN scores leave a NaN sum, not an empty row
     o_scale = empty ? 0.f : 1.f / sum;
-    lse = empty || row_max[r] == pos_inf() ? row_max[r]
-          : is_large(mc)                   ? fmaf(m, lse_scale, lg2(sum) * kLn2)
-                                           : (mc + lg2(sum)) * kLn2;
+    if (empty || row_max[r] == pos_inf()) {
+      lse = row_max[r];
+    } else {
+      lse = is_large(mc) ? __fadd_rn(__fmul_rn(m, lse_scale), lg2(sum) * kLn2) : (mc + lg2(sum)) * kLn2;
+    }
   }
 };
 

@@ -1,5 +1,5 @@
-// Special functions by name. The flush-to-zero forms touch only p and lse: inputs, outputs and gradients keep
-// subnormals.
+// Special functions by name. The flush-to-zero forms serve p, lse, and the softcap where its argument is not small:
+// inputs, outputs and gradients keep subnormals.
 #pragma once
 
 namespace cuflash {
