@@ -57,7 +57,7 @@ def pack_tail(strides: Mapping[str, Sequence[int]], ints: Mapping[str, int], flo
 
 
 def pack(pointers: Sequence[int], tail: bytes) -> bytes:
-    """The struct: pointers in the order of ``TENSORS``, 0 where absent, left out at the end, and the cached ``tail``."""
+    """The struct: addresses in the order of ``TENSORS``, 0 where absent, before the cached ``tail``."""
     return _POINTERS.pack(*pointers, *_ABSENT[len(pointers) :]) + tail
 
 
