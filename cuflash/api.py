@@ -40,7 +40,7 @@ class Vjp(Protocol):
 
     def __call__(
         self,
-        do: Array | None,
+        do: Array | None = None,
         /,
         *,
         dlse: Array | None = None,
@@ -130,7 +130,9 @@ def attention(
     Parameters
     ----------
     q : array, shape (..., m, d)
-        Queries. float16, bfloat16, float32 or float64, of any strides; all on the host or all on one GPU.
+        Queries, with heads before the sequence: (batch, heads, m, d), not (batch, m, heads, d), which is
+        ``x.swapaxes(-2, -3)`` and needs no copy. Axes in another order often broadcast and then mean something else.
+        float16, bfloat16, float32 or float64, of any strides; all on the host or all on one GPU.
         Arrays of other libraries are taken in through DLPack or ``__cuda_array_interface__`` without a copy.
     k : array, shape (..., n, d)
         Keys, of q's dtype. Batch axes (all but the last two) broadcast over all inputs as in NumPy.
@@ -147,7 +149,9 @@ def attention(
         Scores become ``softcap * tanh(s / softcap)``; > 0.
     key_bias : array, shape (..., n), optional
         Added to every score of a key, after softcap: the natural logarithm of a weight, -inf where the key is absent.
-        float32 (float64 for float64 inputs). Its batch axes broadcast with the others.
+        float32 (float64 for float64 inputs). ``np.where(mask, 0.0, -np.inf)``, in that dtype, makes it of a mask of the
+        keys that are there. Its batch axes broadcast with the others: beware that an array (m, n) is not a bias of each
+        query and key, but a batch of m biases.
     scale : float, optional
         Factor on the dot products, any finite number; 1 / sqrt(d) by default.
     grouped_heads : bool
@@ -279,7 +283,7 @@ def attention_vjp(
     vjp : function
         ``vjp(do, *, dlse=None, out=None, workspace=None) -> (dq, dk, dv[, dkey_bias])``, as often as wanted. ``do`` is
         the gradient with respect to o, of its shape and dtype, ``dlse`` that with respect to lse (whether or not it was
-        returned); one of them may be None. dkey_bias is there where key_bias was given.
+        returned); one of them may be None or left out. dkey_bias is there where key_bias was given.
 
     Notes
     -----
@@ -299,7 +303,7 @@ def attention_vjp(
     >>> dv                                              # every row gives half of its weight to each key
     array([[1.5],
            [1.5]])
-    >>> dq, dk, dv = vjp(None, dlse=np.ones(3))         # the gradient of lse.sum()
+    >>> dq, dk, dv = vjp(dlse=np.ones(3))               # the gradient of lse.sum()
     >>> dq[0]
     array([0.5, 0.5, 0.5, 0.5])
     """
@@ -311,7 +315,7 @@ def attention_vjp(
     o, lse = calls.forward(x, True, True, None, None)
 
     def vjp(
-        do: Array | None,
+        do: Array | None = None,
         /,
         *,
         dlse: Array | None = None,

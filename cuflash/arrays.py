@@ -29,7 +29,7 @@ def cupy() -> Any:
     try:
         import cupy
     except ImportError as error:
-        hint = "pip install 'cuflash[cuda13]' (or 'cuflash[cuda12]')"
+        hint = 'pip install "cuflash[cuda13]" (or "cuflash[cuda12]"; in a checkout ".[cuda13]")'
         raise ImportError(f"an array on a GPU needs CuPy: {hint}") from error
     return cupy
 
@@ -55,6 +55,9 @@ def as_array(name: str, x: Any) -> Any:
         return x
     if kind is np.memmap:
         return x.view(np.ndarray)
+    if isinstance(x, np.ma.MaskedArray):
+        hint = "its mask would be lost; pass a plain array, and hide keys with key_bias=np.where(hidden, -np.inf, 0.0)"
+        raise _not_an_array(name, x, hint)
     if isinstance(x, (np.ndarray, np.generic)) or (_cupy_ndarray() is not None and isinstance(x, _cupy_ndarray())):
         raise _not_an_array(name, x, "subclasses of ndarray give operators another meaning; pass a plain array")
     if hasattr(x, "__dlpack_device__"):

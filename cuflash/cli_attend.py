@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +19,8 @@ from cuflash import arrays, cli_info, problem
 
 Array = NDArray[Any]
 T = TypeVar("T")
+
+NPY_MAGIC, ZIP_MAGIC = b"\x93NUMPY", b"PK"
 
 EPILOG = """\
 Arrays have shape (..., sequence, features); the batch axes before those two broadcast. The results are o and lse (the
@@ -74,23 +76,29 @@ def _align(text: str) -> str | int:
 
 
 def _side(text: str) -> int | None:
-    return None if text.lower() == "none" else int(text)
+    if text.lower() == "none":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: the sides are ints or none") from None
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Read, compute, write; raises before anything is written."""
     output: Path = arguments.output
-    _check_output(output, arguments.force)
+    files = [*arguments.inputs, *filter(None, (arguments.grad, arguments.key_bias))]
+    _check_output(output, arguments.force, files)
     named = _read_inputs(arguments.inputs)
     if arguments.grad:
         named["do"] = _read_npy(arguments.grad)
-    if arguments.key_bias:
-        named["key_bias"] = _read_npy(arguments.key_bias)
     if arguments.dtype:
-        named |= {name: _convert(name, x, _dtype(arguments.dtype)) for name, x in named.items() if name != "key_bias"}
-    if "key_bias" in named:
-        wanted = np.dtype(np.float64 if named["q"].dtype == np.float64 else np.float32)
-        named["key_bias"] = _convert("key_bias", named["key_bias"], wanted)
+        named = {name: _convert(name, x, _dtype(arguments.dtype)) for name, x in named.items()}
+    lse_dtype = _check_dtypes(named)
+    if arguments.key_bias:
+        key_bias = _read_npy(arguments.key_bias)
+        # The width follows from the other arrays; anything but a float is a mistake that the library explains.
+        named["key_bias"] = _convert("key_bias", key_bias, lse_dtype) if key_bias.dtype.kind == "f" else key_bias
     options: dict[str, Any] = {
         "causal": arguments.causal,
         "align": arguments.align,
@@ -103,8 +111,11 @@ def run(arguments: argparse.Namespace) -> int:
     begin = time.perf_counter()
     results, place = _compute_somewhere(arguments.backend, named, options)
     seconds = time.perf_counter() - begin
-    _write(output, {name: _storable(x) for name, x in results.items()}, arguments.force)
-    print(f"{output}: {', '.join(f'{name} {x.shape} {x.dtype}' for name, x in results.items())}")
+    stored = {name: _storable(x) for name, x in results.items()}
+    _write(output, stored, arguments.force)
+    print(f"{output}: {', '.join(f'{name} {x.shape} {x.dtype}' for name, x in stored.items())}")
+    if results["o"].dtype != stored["o"].dtype:
+        print(f"the file holds {stored['o'].dtype}, exactly the {results['o'].dtype} results, for which it has no dtype")
     print(f"computed on {place} in {seconds:.3g} s")
     return 0
 
@@ -185,9 +196,15 @@ def _take_array(path: Path, content: Any) -> Array:
 
 def _read(path: Path, take: Callable[[Path, Any], T]) -> T:
     try:
-        content = np.load(path, allow_pickle=False)
-        with content if isinstance(content, np.lib.npyio.NpzFile) else contextlib.nullcontext():
-            return take(path, content)
+        with path.open("rb") as file:
+            if not file.read(len(NPY_MAGIC)).startswith((NPY_MAGIC, ZIP_MAGIC)):
+                raise InputError(
+                    f"{path} is not a .npy file; write it with numpy.save (or q, k and v into a .npz with numpy.savez)"
+                )
+            file.seek(0)
+            content = np.load(file, allow_pickle=False)
+            with content if isinstance(content, np.lib.npyio.NpzFile) else contextlib.nullcontext():
+                return take(path, content)
     except InputError:
         raise
     except OSError as error:
@@ -199,6 +216,19 @@ def _read(path: Path, take: Callable[[Path, Any], T]) -> T:
 def _native(x: Array) -> Array:
     """CuPy takes no foreign byte order."""
     return x.astype(x.dtype.newbyteorder("="), copy=False)
+
+
+def _check_dtypes(named: Mapping[str, Array]) -> np.dtype[Any]:
+    """The dtype of lse, which is that of key_bias; refused where q, k, v and do are not of one dtype that is computed."""
+    try:
+        return problem.operand_dtypes({name: x.dtype for name, x in named.items()})[1]
+    except TypeError as error:
+        hint = ""
+        if all(x.dtype.kind in "biuf" for x in named.values()):
+            hint = "; --dtype float32 (or another) converts them"
+        elif all(x.dtype.kind == "V" and x.dtype.itemsize == 2 for x in named.values()):
+            hint = "; if numpy.save wrote them from bfloat16 arrays, say --dtype bfloat16"
+        raise InputError(f"{error}{hint}") from error
 
 
 def _dtype(name: str) -> np.dtype[Any]:
@@ -229,12 +259,17 @@ def _convert(name: str, x: Array, dtype: np.dtype[Any]) -> Array:
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
-def _check_output(path: Path, force: bool) -> None:
-    """Refuse before any work what could not be written after it."""
+def _check_output(path: Path, force: bool, inputs: Iterable[Path]) -> None:
+    """Refuse before any work what could not be written after it, or would replace what is read."""
     if not path.parent.is_dir():
         raise InputError(f"cannot write {path}: there is no folder {path.parent}")
     if path.is_dir():
         raise InputError(f"cannot write {path}: it is a folder")
+    for file in inputs:
+        if path.exists() and file.exists() and path.samefile(file):
+            raise InputError(f"cannot write {path}: it is an input too ({file})")
+    if path.suffix.lower() != ".npz":
+        raise InputError(f"cannot write {path}: results are a .npz file, so name it {path.with_suffix('.npz')}")
     if not force and os.path.lexists(path):
         raise InputError(f"{path} exists; --force replaces it")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cuflash import cli_info, compile, problem, tiles
@@ -39,6 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--jobs must be at least 1, got {arguments.jobs}")
     targets = _targets(arguments)
     variants = [variant for target in targets for variant in _variants(target, arguments.dtype, arguments.head_dim)]
+    for note in _without_attention(variants, targets, arguments.dtype or ()):
+        print(f"note: {note}", file=sys.stderr)
     if not variants:
         raise NotImplementedError("no kernel is built for this choice of --arch, --dtype and --head-dim")
     print(f"{len(variants)} kernels for {', '.join('sm_' + target for target in targets)} -> {compile.cache_dir()}")
@@ -77,6 +80,20 @@ def _variants(target: str, dtypes: list[str] | None, head_dims: list[int] | None
         buckets = {_bucket(head_dim, known) for head_dim in head_dims}
         variants = [variant for variant in variants if not variant.tile.head_dim or variant.tile.head_dim in buckets]
     return variants
+
+
+def _without_attention(variants: list[Variant], targets: Sequence[str], dtypes: Sequence[str]) -> Iterator[str]:
+    """Words for each target and dtype asked for that has no kernel of attention, at most those that serve any."""
+    for target in targets:
+        built = {x.dtype for x in tiles.variants(target, cli_info.family(target)) if x.operation == "attention_forward"}
+        for dtype in dtypes:
+            if dtype in built:
+                continue
+            others = ", ".join(sorted({x.operation for x in variants if (x.target, x.dtype) == (target, dtype)}))
+            yield (
+                f"there are no {dtype} attention kernels for sm_{target} yet, only {' and '.join(sorted(built))}"
+                + (f"; of {dtype} compiled: {others}" if others else "")
+            )
 
 
 def _bucket(head_dim: int, known: list[int]) -> int:

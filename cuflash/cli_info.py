@@ -95,7 +95,7 @@ def missing(driver: Driver | None) -> str:
     if absent := [name for name, module in _PACKAGES.items() if not _is_importable(module)]:
         return (
             f"THERE IS A GPU ({device.name}) BUT NOT {', '.join(absent)}: everything runs on the host until you\n"
-            f"    pip install 'cuflash[{driver.extra}]'    (in a checkout: pip install '.[{driver.extra}]')"
+            f'    pip install "cuflash[{driver.extra}]"    (in a checkout: pip install ".[{driver.extra}]")'
         )
     try:
         compile.target_of(device.compute_capability)

@@ -23,6 +23,9 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 ALIGNMENTS = ("bottom-right", "top-left")
 INPUTS = ("q", "k", "v", "key_bias")
 
+AXES = "axes go (..., heads, sequence, features)"
+ONE_A_KEY = "key_bias has one number for each key, (..., n); biases that are matrices (m, n) are not supported"
+
 Shape = tuple[int, ...]
 
 
@@ -119,7 +122,9 @@ def require(name: str, x: Any, like: Result, where: Mapping[str, int]) -> None:
     if device not in where.values():
         _require_one_place({**where, name: device})
     if x.dtype != like.dtype and arrays.dtype_name(x.dtype) != arrays.dtype_name(like.dtype):
-        raise TypeError(f"{name} must be {arrays.dtype_name(like.dtype)} here, got {x.dtype}")
+        wanted = arrays.dtype_name(like.dtype)
+        hint = "it is written to, so allocate it as that" if name.startswith(("out", "workspace")) else _cast(x, wanted)
+        raise TypeError(f"{name} must be {wanted} here, got {x.dtype}{hint and ': '}{hint}")
     if x.shape != like.shape:
         raise ValueError(f"{name} must have shape {like.shape} here, got {x.shape}")
 
@@ -308,14 +313,28 @@ def operand_dtypes(dtypes: Mapping[str, np.dtype[Any]]) -> tuple[np.dtype[Any], 
         if dtype not in DTYPES:
             raise TypeError(f"{name} has dtype {dtype}; supported are {', '.join(DTYPES)} (got {listed})")
     if len(set(names.values())) > 1:
-        raise TypeError(f"the dtypes must be equal, got {listed}")
+        raise TypeError(f"the dtypes must be equal, got {listed}: convert with .astype")
     native = next(iter(dtypes.values())).newbyteorder("=")
     return native, np.dtype(np.float64 if native == np.float64 else np.float32)
 
 
+def _cast(x: Any, wanted: str) -> str:
+    """How to make an array of ``wanted`` of one with another dtype; empty where that takes thought."""
+    return f"convert it with .astype({wanted!r})" if arrays.dtype_name(x.dtype) in DTYPES else ""
+
+
 def _check_bias_dtype(bias: _Meta | None, native: np.dtype[Any], lse_dtype: np.dtype[Any]) -> None:
-    if bias is not None and arrays.dtype_name(bias.dtype) != arrays.dtype_name(lse_dtype):
-        raise TypeError(f"key_bias must be {lse_dtype} where q, k and v are {native.name}, got {bias.dtype}")
+    if bias is None or arrays.dtype_name(bias.dtype) == arrays.dtype_name(lse_dtype):
+        return
+    hint = _cast(bias, lse_dtype.name)
+    if bias.dtype.kind in "biu":
+        hint = (
+            "it is added to the scores and hides no key by itself; for a mask of the keys that are there, pass "
+            f"np.where(mask, 0.0, -np.inf).astype({lse_dtype.name!r})"
+        )
+    raise TypeError(
+        f"key_bias must be {lse_dtype} where q, k and v are {native.name}, got {bias.dtype}{hint and ': '}{hint}"
+    )
 
 
 def _shapes(given: Mapping[str, _Meta]) -> str:
@@ -330,7 +349,7 @@ def _core_lengths(given: Mapping[str, _Meta]) -> tuple[int, int, int, int]:
             raise ValueError(f"{name} needs at least {least} axes, has {len(x.shape)}: {_shapes(given)}")
     (m, d), (n, d_k) = given["q"].shape[-2:], given["k"].shape[-2:]
     if d != d_k:
-        raise ValueError(f"q and k differ in features (axis -1), {d} and {d_k}: {_shapes(given)}")
+        raise ValueError(f"q and k differ in features (axis -1), {d} and {d_k}: {_shapes(given)}; {AXES}")
     if d == 0:
         raise ValueError(f"q and k have no features (axis -1 has length 0): {_shapes(given)}")
     e = 0
@@ -340,7 +359,9 @@ def _core_lengths(given: Mapping[str, _Meta]) -> tuple[int, int, int, int]:
             raise ValueError(f"k and v differ in the number of keys (axis -2), {n} and {n_v}: {_shapes(given)}")
     if "key_bias" in given and given["key_bias"].shape[-1] != n:
         length = given["key_bias"].shape[-1]
-        raise ValueError(f"key_bias (axis -1) has length {length}, k has {n} keys (axis -2): {_shapes(given)}")
+        raise ValueError(
+            f"key_bias (axis -1) has length {length}, k has {n} keys (axis -2): {_shapes(given)}; {ONE_A_KEY}"
+        )
     return m, n, d, e
 
 
@@ -355,13 +376,13 @@ def _group_heads(given: Mapping[str, _Meta]) -> tuple[int, int]:
     if heads % kv_heads if kv_heads else heads:
         raise ValueError(
             f"grouped_heads=True: the {heads} heads of q (axis -3) are not a multiple of the {kv_heads} of k: "
-            f"{_shapes(given)}"
+            f"{_shapes(given)}; {AXES}"
         )
     bias = given.get("key_bias")
     if bias is not None and len(bias.shape) > 1 and bias.shape[-2] not in (1, heads):
         raise ValueError(
             f"grouped_heads=True: key_bias has {bias.shape[-2]} heads (axis -2), must be the {heads} of q or 1: "
-            f"{_shapes(given)}"
+            f"{_shapes(given)}{_matrix_hint(given)}"
         )
     return kv_heads, heads // kv_heads if kv_heads else 1
 
@@ -376,12 +397,32 @@ def _batches(given: Mapping[str, _Meta], heads: tuple[int, int], grouped: bool) 
         long = {name: length for name, length in lengths.items() if length != 1}
         if len(set(long.values())) > 1:
             counts = ", ".join(f"{name} has {length}" for name, length in long.items())
-            hint = "" if grouped or axis > 1 else "; if these are heads that share keys, say grouped_heads=True"
+            hint = _matrix_hint(given) if "key_bias" in long else _head_axis_hint(given) if axis + grouped == 1 else ""
             raise ValueError(f"batch axis {-axis - 2 - grouped} does not broadcast, {counts}: {_shapes(given)}{hint}")
         batch.append(next(iter(long.values()), 1))
     if not grouped:
         return tuple(batch), tuple(batch)
     return (*batch, heads[0] * heads[1]), (*batch, *heads)
+
+
+def _matrix_hint(given: Mapping[str, _Meta]) -> str:
+    """For a key_bias that does not broadcast: whether it has the shape of the scores."""
+    m, n = given["q"].shape[-2], given["k"].shape[-2]
+    return f"; {ONE_A_KEY}" if given["key_bias"].shape[-2:] == (m, n) else ""
+
+
+def _head_axis_hint(given: Mapping[str, _Meta]) -> str:
+    """For an axis -3 that does not broadcast: what its lengths look like."""
+    lengths = {name: x.shape[-3] for name, x in given.items() if name != "key_bias" and len(x.shape) > 2}
+    heads, kv_heads = lengths.get("q", 1), lengths.get("k", 1)
+    hints = []
+    if kv_heads == lengths.get("v", kv_heads) and heads > kv_heads > 0 and heads % kv_heads == 0:
+        hints.append("if these are heads that share keys, say grouped_heads=True")
+    # Sequences differ in length where heads do not, and are the longer axis; so are they in (..., sequence, heads, d).
+    short = {x.shape[-2] for name, x in given.items() if name != "key_bias"}
+    if len(short) == 1 and min(lengths.values()) > max(short):
+        hints.append(f"if these are sequences, {AXES}: swap them with .swapaxes(-3, -2)")
+    return "".join(f"; {hint}" for hint in hints)
 
 
 def _split(length: int, heads: tuple[int, int]) -> tuple[int, int]:

@@ -310,3 +310,53 @@ def test_every_load_kind(gap: int) -> None:
     x = [normal(rng, (2, 77, 64), "float16") for _ in range(4)]
     for layout in (Layout(pad=gap), Layout(pad=gap, shift=gap), Layout(steps=(1, 1, 2), pad=gap)):
         check(BACKEND, *x, layouts=dict.fromkeys(("q", "k", "v", "do"), layout), causal=True)
+
+
+@pytest.mark.parametrize("name", ["sm80", "sm75"])
+@pytest.mark.parametrize("n", [1, 3])
+def test_gradients_of_scores_beyond_the_fraction_of_float32(name: str, n: int) -> None:
+    """Scores of 3.5e9: lse is rounded to hundreds, and p must come from the same rounding of the same score."""
+    q, k = np.full((2, 128), 20001, np.float16), np.full((n, 128), 20001, np.float16)
+    v, do = np.ones((n, 128), np.float16), np.ones((2, 128), np.float16)
+    with family(name):
+        got = run(BACKEND, q, k, v, do)
+    np.testing.assert_allclose(got.dv.astype(np.float64), 2 / n, rtol=2e-3)
+    assert (got.o == 1).all() and np.isfinite(got.dq).all() and np.isfinite(got.dk).all()
+
+
+@pytest.mark.parametrize("where", ["q", "k"])
+def test_gradients_of_rows_with_nan_are_nan(where: str) -> None:
+    x = {"q": np.ones((5, 64)), "k": np.ones((3, 64)), "v": np.ones((3, 64)), "do": np.ones((5, 64))}
+    x[where][0] = np.nan
+    got = run(BACKEND, *(array.astype(np.float16) for array in x.values()))
+    rows = slice(0, 1) if where == "q" else slice(None)
+    assert np.isnan(got.o[rows]).all() and np.isnan(got.lse[rows]).all()
+    assert np.isnan(got.dv).all() and np.isnan(got.dq[rows]).all()
+
+
+def test_merge_of_one_part_repeated_without_memory() -> None:
+    rng = np.random.default_rng(3)
+    o, lse = put(BACKEND, normal(rng, (7, 16), "float16")), put(BACKEND, rng.standard_normal(7).astype(np.float32))
+    for count in (2, 50):
+        os, lses = (BACKEND.xp.broadcast_to(x, (count, *x.shape)) for x in (o, lse))
+        merged, merged_lse = cuflash.attention_merge(os, lses)
+        assert same_bits(BACKEND.get(merged), BACKEND.get(o))
+        np.testing.assert_allclose(BACKEND.get(merged_lse), BACKEND.get(lse) + np.log(count), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "key_bias", "o", "lse", "do", "dlse", "dq"])
+def test_arrays_that_start_between_two_elements_are_refused(name: str) -> None:
+    xp, shape = BACKEND.xp, (6, 16)
+
+    def array(own: str, shape: tuple[int, ...], dtype: type) -> Any:
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        memory = xp.zeros(size + 16, np.uint8)
+        return memory[int(own == name) :][:size].view(dtype).reshape(shape)
+
+    q, k, v, o, do, dq = (array(own, shape, np.float16) for own in ("q", "k", "v", "o", "do", "dq"))
+    key_bias, lse, dlse = (array(own, shape[:1], np.float32) for own in ("key_bias", "lse", "dlse"))
+    with pytest.raises(NotImplementedError, match="between two elements"):
+        if name not in ("do", "dlse", "dq"):
+            cuflash.attention(q, k, v, key_bias=key_bias, return_lse=True, out=(o, lse))
+        cuflash.attention_backward(do, q, k, v, o, lse, key_bias=key_bias, dlse=dlse, out=(dq, None, None, None))
+    xp.cuda.Device().synchronize()  # the context is alive
