@@ -115,7 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
     _write(output, stored, arguments.force)
     print(f"{output}: {', '.join(f'{name} {x.shape} {x.dtype}' for name, x in stored.items())}")
     if results["o"].dtype != stored["o"].dtype:
-        print(f"the file holds {stored['o'].dtype}, exactly the {results['o'].dtype} results, for which it has no dtype")
+        print(f"the {results['o'].dtype} results are in the file as {stored['o'].dtype}, which holds them exactly")
     print(f"computed on {place} in {seconds:.3g} s")
     return 0
 
@@ -219,7 +219,7 @@ def _native(x: Array) -> Array:
 
 
 def _check_dtypes(named: Mapping[str, Array]) -> np.dtype[Any]:
-    """The dtype of lse, which is that of key_bias; refused where q, k, v and do are not of one dtype that is computed."""
+    """The dtype of lse, which is that of key_bias; refused where q, k, v and do have not one supported dtype."""
     try:
         return problem.operand_dtypes({name: x.dtype for name, x in named.items()})[1]
     except TypeError as error:

@@ -27,7 +27,7 @@ def add_parser(subparsers: Any) -> None:
         "--arch", nargs="+", metavar="SM", help=f"architectures, as 80 or sm_80, out of {', '.join(compile.TARGETS)}"
     )
     parser.add_argument("--dtype", nargs="+", choices=problem.DTYPES, help="only kernels for these dtypes")
-    parser.add_argument("--head-dim", nargs="+", type=int, metavar="D", help="only kernels for these head dims")
+    parser.add_argument("--head-dim", nargs="+", type=int, metavar="D", help="only for these, the larger of d and e")
     parser.add_argument("--jobs", type=int, metavar="N", help="processes (default: as many as there are cores)")
     parser.set_defaults(run=run)
 
@@ -75,11 +75,26 @@ def _variants(target: str, dtypes: list[str] | None, head_dims: list[int] | None
     variants = tiles.variants(target, cli_info.family(target))
     if dtypes:
         variants = [variant for variant in variants if variant.dtype in dtypes]
+    for head_dim in head_dims or ():
+        if not 1 <= head_dim <= tiles.MAX_HEAD_DIM:
+            raise ValueError(f"--head-dim must be 1 to {tiles.MAX_HEAD_DIM}, got {head_dim}")
     if head_dims:
-        known = sorted({variant.tile.head_dim for variant in variants if variant.tile.head_dim})
-        buckets = {_bucket(head_dim, known) for head_dim in head_dims}
-        variants = [variant for variant in variants if not variant.tile.head_dim or variant.tile.head_dim in buckets]
+        variants = [variant for variant in variants if any(_serves(variant, head_dim) for head_dim in head_dims)]
     return variants
+
+
+def _serves(variant: Variant, head_dim: int) -> bool:
+    """Whether the launcher may ask for the variant where the larger of d and e is ``head_dim``."""
+    if variant.tile == tiles.ROW_KERNEL:
+        return True
+    if variant.operation in _SPLIT and variant.operation not in tiles.backward_operations(head_dim):
+        return False
+    buckets = (bucket for bucket in tiles.head_dims(variant.operation, variant.load) if bucket >= head_dim)
+    return next(buckets, None) == variant.tile.head_dim
+
+
+_SPLIT = {*tiles.backward_operations(1), *tiles.backward_operations(tiles.MAX_HEAD_DIM)}
+"""Operations of the backward pass that are one kernel or two by head dim."""
 
 
 def _without_attention(variants: list[Variant], targets: Sequence[str], dtypes: Sequence[str]) -> Iterator[str]:
@@ -90,18 +105,9 @@ def _without_attention(variants: list[Variant], targets: Sequence[str], dtypes: 
             if dtype in built:
                 continue
             others = ", ".join(sorted({x.operation for x in variants if (x.target, x.dtype) == (target, dtype)}))
-            yield (
-                f"there are no {dtype} attention kernels for sm_{target} yet, only {' and '.join(sorted(built))}"
-                + (f"; of {dtype} compiled: {others}" if others else "")
-            )
-
-
-def _bucket(head_dim: int, known: list[int]) -> int:
-    """The tile's head dim that serves the caller's."""
-    for bucket in known:
-        if 1 <= head_dim <= bucket:
-            return bucket
-    raise ValueError(f"--head-dim must be 1 to {tiles.MAX_HEAD_DIM}, got {head_dim}")
+            yet = "" if dtype == "bfloat16" else " yet"  # which an architecture has, or never will have
+            text = f"there are no {dtype} attention kernels for sm_{target}{yet}, only {' and '.join(sorted(built))}"
+            yield text + (f"; what {dtype} has is {others}" if others else "")
 
 
 class _Progress:

@@ -6,9 +6,10 @@ import argparse
 import math
 import os
 import platform
+import statistics
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import resources
 from typing import Any, NamedTuple, TypeAlias
 
@@ -24,9 +25,15 @@ Array = NDArray[Any]
 
 LAYERS = (0, 2)
 """Layers of the encoder that the packaged heads are from."""
-HOST_TOKENS, GPU_TOKENS = 8192, 131072
+HOST_TOKENS, GPU_TOKENS = 4096, 131072
+ROUNDS = 3
+"""Timed runs of each computation, after one that warms it up."""
 COPIED_BYTES = 2**30
 """Size of the copy that measures a GPU's memory."""
+BUSY = (
+    "Where other programs keep the cores busy, BLAS threads wait for each other at each tile: OPENBLAS_NUM_THREADS=1."
+)
+"""What slows the host down beyond the dense formula."""
 SAMPLED_ROWS = 64
 KERNEL_TILE = (128, 64)
 """Rows and keys of the kernels' tiles at this head dim; the budgets hardly depend on it."""
@@ -59,12 +66,30 @@ def run(_: argparse.Namespace) -> int:
 # --- where it runs ---------------------------------------------------------------------------------------------------
 
 
+Compute: TypeAlias = Callable[[], tuple[Any, ...]]
+
+
 class Measured(NamedTuple):
     """What a computation returned, and the seconds and the bytes beyond its results that it took."""
 
     results: tuple[Any, ...]
     seconds: float
     extra_bytes: int
+
+
+def _measure(place: Place, computations: Mapping[str, Compute]) -> dict[str, Measured]:
+    """Each measured alike: memory in a run of its own, and the median time of runs in which all take turns, because
+    the speed of a machine drifts."""
+    seconds: dict[str, list[float]] = {name: [] for name in computations}
+    for _ in range(1 + ROUNDS):
+        for name, compute in computations.items():
+            seconds[name].append(place.seconds(compute))
+    medians = {name: statistics.median(timed) for name, (_, *timed) in seconds.items()}
+    measured = {}
+    for name, compute in computations.items():
+        results, peak = place.peak_bytes(compute)
+        measured[name] = Measured(results, medians[name], peak - sum(x.nbytes for x in results))
+    return measured
 
 
 class Host:
@@ -82,26 +107,32 @@ class Host:
     def get(self, x: Array) -> Array:
         return x
 
-    def measure(self, compute: Callable[[], tuple[Any, ...]]) -> Measured:
-        tracemalloc.start()
+    def seconds(self, compute: Compute) -> float:
         begin = time.perf_counter()
+        compute()
+        return time.perf_counter() - begin
+
+    def peak_bytes(self, compute: Compute) -> tuple[tuple[Any, ...], int]:
+        """The results, and what was held at most beyond what was there before, results included."""
+        tracemalloc.start()
         results = compute()
-        seconds = time.perf_counter() - begin
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        return Measured(results, seconds, peak - sum(x.nbytes for x in results))
+        return results, peak
 
-    def dense_seconds(self, q: Array, k: Array, v: Array) -> float:
-        """What the forward of all heads costs as NumPy users write it, from one head in float32."""
-        q0, k0, v0 = (x[0].astype(np.float32) for x in (q, k, v))
+    dense_words = "the forward as it is usually written, in float32, one head after the other"
 
-        def dense() -> tuple[Any, ...]:
-            s = q0 @ k0.T * np.float32(1 / math.sqrt(q0.shape[-1]))
+    def dense(self, q: Array, k: Array, v: Array) -> Compute:
+        """The forward of all heads as NumPy users write it."""
+
+        def head(q: Array, k: Array, v: Array) -> Array:
+            q, k, v = (x.astype(np.float32) for x in (q, k, v))
+            s = q @ k.T * np.float32(1 / math.sqrt(q.shape[-1]))
             p = np.exp(s - s.max(axis=-1, keepdims=True))
-            return ((p / p.sum(axis=-1, keepdims=True)) @ v0,)
+            o: Array = (p / p.sum(axis=-1, keepdims=True)) @ v
+            return o
 
-        dense()  # the first run pays for libraries and pages
-        return self.measure(dense).seconds * len(q)
+        return lambda: (np.stack([head(*qkv) for qkv in zip(q, k, v, strict=True)]).astype(q.dtype),)
 
     def budgets(self, q: Array, k: Array, v: Array, do: Array, dense: Dense) -> dict[str, float]:
         return {name: cli_dense.host_budget(name, q.dtype, dense.max_score) for name in cli_dense.RESULTS}
@@ -127,27 +158,33 @@ class Gpu:
         host_array: Array = self.xp.asnumpy(x)
         return host_array
 
-    def measure(self, compute: Callable[[], tuple[Any, ...]]) -> Measured:
+    def seconds(self, compute: Compute) -> float:
         stream = self.xp.cuda.get_current_stream()
+        stream.synchronize()
+        begin = time.perf_counter()
+        compute()
+        stream.synchronize()
+        return time.perf_counter() - begin
+
+    def peak_bytes(self, compute: Compute) -> tuple[tuple[Any, ...], int]:
         pool = self.xp.cuda.MemoryPool()  # a pool of its own never shrinks, so its size in the end is the peak
         with self.xp.cuda.using_allocator(pool.malloc):
-            stream.synchronize()
-            begin = time.perf_counter()
             results = compute()
-            stream.synchronize()
-            seconds = time.perf_counter() - begin
-        return Measured(results, seconds, pool.total_bytes() - sum(x.nbytes for x in results))
+        return results, pool.total_bytes()
 
-    def matrix_seconds(self, nbytes: int) -> float:
-        """What it takes to write that many bytes and read them once, which is less than a dense forward does."""
+    dense_words = "no computation, but its S x S scores written and read once, piece by piece"
+
+    def dense(self, q: Array, k: Array, v: Array) -> Compute:
+        """What takes less time than a dense forward: to write the S x S scores in float32 and read them once."""
+        nbytes = _scores_bytes(q, k)
         source, target = (self.xp.empty(COPIED_BYTES, np.uint8) for _ in range(2))
 
         def copy() -> tuple[Any, ...]:
-            target.data.copy_from_device(source.data, COPIED_BYTES)
+            for begin in range(0, nbytes, COPIED_BYTES):
+                target.data.copy_from_device(source.data, min(COPIED_BYTES, nbytes - begin))
             return ()
 
-        copy()
-        return self.measure(copy).seconds * nbytes / COPIED_BYTES
+        return copy
 
     def budgets(self, q: Array, k: Array, v: Array, do: Array, dense: Dense) -> dict[str, float]:
         features = q.shape[-1]
@@ -160,6 +197,12 @@ class Gpu:
 
 
 Place: TypeAlias = Host | Gpu
+
+
+def _scores_bytes(q: Array, k: Array) -> int:
+    """Size of the scores of all heads in float32."""
+    heads, m, n = len(q), int(q.shape[-2]), int(k.shape[-2])
+    return heads * m * n * 4
 
 
 def _host_specification(q: Array, k: Array, v: Array, do: Array) -> dict[str, Array]:
@@ -239,18 +282,23 @@ def _long_problem(place: Place, q: Array, k: Array, v: Array) -> bool:
     print(f"\n2. A long problem: {n} tokens drawn from the real ones, {heads} heads, head dim {features}, {q.dtype}.")
 
     qx, kx, vx, dox = (place.put(x) for x in (q, k, v, do))
-    forward = place.measure(lambda: cuflash.attention(qx, kx, vx, return_lse=True))
-    o, lse = forward.results
-    backward = place.measure(lambda: cuflash.attention_backward(dox, qx, kx, vx, o, lse))
-    for name, took in (("forward", forward), ("backward", backward)):
-        print(f"   {name:9}{took.seconds:7.3f} s, {took.extra_bytes / 1e6:.1f} MB beyond inputs and results")
-    matrix = heads * n * n * 4
-    if isinstance(place, Host):
-        print(f"   dense    {place.dense_seconds(q, k, v):7.3f} s for the forward, ", end="")
-    else:
-        print(f"   dense    {place.matrix_seconds(matrix):7.3f} s to write and read the S x S scores once, ", end="")
-    print(f"{matrix / 1e6:.1f} MB for the S x S scores in float32")
-    o, lse, dq, dk, dv = map(place.get, (*forward.results, *backward.results))
+    ox, lsex = cuflash.attention(qx, kx, vx, return_lse=True)
+    took = _measure(
+        place,
+        {
+            "forward": lambda: cuflash.attention(qx, kx, vx, return_lse=True),
+            "dense": place.dense(q, k, v),
+            "backward": lambda: cuflash.attention_backward(dox, qx, kx, vx, ox, lsex),
+        },
+    )
+    for name, measured in took.items():
+        memory = f", {measured.extra_bytes / 1e6:.1f} MB beyond inputs and results" if measured.results else ""
+        print(f"   {name:9}{measured.seconds:7.3f} s{memory}")
+    print(f"   dense is {place.dense_words}; all S x S scores are {_scores_bytes(q, k) / 1e6:.1f} MB.")
+    print(f"   Times are medians of {ROUNDS} runs in turns, after one to warm up; memory is from a run of its own.")
+    if isinstance(place, Host) and took["forward"].seconds > took["dense"].seconds:
+        print(f"   {BUSY}")
+    o, lse, dq, dk, dv = map(place.get, (*took["forward"].results, *took["backward"].results))
     results = {"o": o[:, rows], "lse": lse[:, rows], "dq": dq[:, rows], "dk": dk, "dv": dv}
     shares, _ = _worst_shares(place, q[:, rows], k, v, do[:, rows], results)
     print(f"   {SAMPLED_ROWS} rows a head against float64, share of the budget:  ", end="")

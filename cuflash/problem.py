@@ -397,7 +397,8 @@ def _batches(given: Mapping[str, _Meta], heads: tuple[int, int], grouped: bool) 
         long = {name: length for name, length in lengths.items() if length != 1}
         if len(set(long.values())) > 1:
             counts = ", ".join(f"{name} has {length}" for name, length in long.items())
-            hint = _matrix_hint(given) if "key_bias" in long else _head_axis_hint(given) if axis + grouped == 1 else ""
+            hint = _matrix_hint(given) if "key_bias" in long else ""
+            hint += _head_axis_hint(given) if axis == 1 and not grouped else ""
             raise ValueError(f"batch axis {-axis - 2 - grouped} does not broadcast, {counts}: {_shapes(given)}{hint}")
         batch.append(next(iter(long.values()), 1))
     if not grouped:
@@ -414,6 +415,8 @@ def _matrix_hint(given: Mapping[str, _Meta]) -> str:
 def _head_axis_hint(given: Mapping[str, _Meta]) -> str:
     """For an axis -3 that does not broadcast: what its lengths look like."""
     lengths = {name: x.shape[-3] for name, x in given.items() if name != "key_bias" and len(x.shape) > 2}
+    if len(set(lengths.values()) - {1}) < 2:
+        return ""
     heads, kv_heads = lengths.get("q", 1), lengths.get("k", 1)
     hints = []
     if kv_heads == lengths.get("v", kv_heads) and heads > kv_heads > 0 and heads % kv_heads == 0:

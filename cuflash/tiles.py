@@ -124,13 +124,14 @@ TABLES: dict[str, dict[int, dict[int, Tile]]] = {
         64: _rows((192, 16, 32, 1, 2), (256, 16, 32, 1, 2)),
     },
     "attention_backward_dq": {
+        227: _rows((256, 64, 32, 1, 4)),  # two CTAs an SM: 24 percent over one with two stages
         163: _rows(
             (32, 128, 32, 2, 4),
             (64, 128, 32, 2, 4),  # 64 keys were 8 percent faster, and spilled
             (96, 64, 64, 1, 4),
             (128, 64, 64, 2, 4),
             (192, 64, 32, 1, 4),
-            (256, 64, 32, 1, 4),  # two CTAs an SM: 24 percent over one with two stages
+            (256, 64, 16, 1, 4),
         ),
         99: _rows(
             (32, 128, 32, 2, 4),
@@ -138,7 +139,7 @@ TABLES: dict[str, dict[int, dict[int, Tile]]] = {
             (96, 64, 64, 1, 4),
             (128, 64, 64, 1, 4),
             (192, 64, 32, 1, 4),
-            (256, 64, 32, 1, 4),
+            (256, 64, 16, 1, 4),
         ),
         64: _rows(
             (32, 64, 32, 1, 4),

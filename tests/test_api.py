@@ -318,7 +318,7 @@ def test_nothing_is_computed_that_is_not_wanted(backend: Backend) -> None:
     if backend.launcher is not None:
         backend.launcher.calls.clear()
     assert cuflash.attention_vjp(q, k, v, need=())[1](do) == (None, None, None)
-    (_, _, dv) = cuflash.attention_vjp(q, k, v, need={"v"})[1](None, dlse=dlse)
+    (_, _, dv) = cuflash.attention_vjp(q, k, v, need={"v"})[1](dlse=dlse)
     assert (backend.get(dv) == 0).all()
     empty = backend.put(normal(5, 0))
     assert cuflash.attention(q, k, empty).shape == (3, 0)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import cuflash
+from cuflash import compile
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -50,3 +51,13 @@ def test_readme_has_the_place_of_the_results():
     text = README.read_text()
     assert re.fullmatch(r"(?s)[^\0]*<!-- results:begin -->.*<!-- results:end -->[^\0]*", text)
     assert text.count("<!-- results:begin -->") == text.count("<!-- results:end -->") == 1
+
+
+def test_readme_installs_as_messages_do():
+    """Both forms of the command: for a checkout, and the one that errors and ``info`` print."""
+    text = README.read_text()
+    for extra in ("cuda12", "cuda13"):
+        assert f'"cuflash[{extra}]"' in compile.install_hint("CuPy")
+        assert f"`{extra}`" in text
+    assert 'pip install ".[cuda13]"' in text and 'pip install "cuflash[cuda13]"' in text
+    assert "'cuflash[" not in text and "'.[" not in text

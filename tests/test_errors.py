@@ -64,6 +64,7 @@ FORWARD: list[tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = [
     ({"v": 1.0}, TypeError, ("v must be", "got float")),
     ({"v": np.float32(1)}, TypeError, ("v must be", "numpy.float32")),
     ({"q": np.ma.masked_array(Q)}, TypeError, ("q", "MaskedArray")),
+    ({"k": np.ma.masked_array(K)}, TypeError, ("k", "MaskedArray", "key_bias=np.where(hidden, -np.inf, 0.0)")),
     ({"q": zeros(3, 4).view(np.matrix)}, TypeError, ("q", "matrix")),
     ({"v": V.view(Subclass)}, TypeError, ("v", "Subclass")),
     ({"key_bias": [0.0] * 5}, TypeError, ("key_bias", "list")),
@@ -92,8 +93,13 @@ FORWARD: list[tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = [
         TypeError,
         ("q float16", "k bfloat16", "v float32"),
     ),
-    ({"key_bias": zeros(5, dtype=F8)}, TypeError, ("key_bias must be float32", "float64")),
+    ({"key_bias": zeros(5, dtype=F8)}, TypeError, ("key_bias must be float32", "float64", ".astype('float32')")),
     ({"key_bias": zeros(5, dtype=np.float16)}, TypeError, ("key_bias must be float32", "float16")),
+    ({"key_bias": zeros(5, dtype=complex)}, TypeError, ("key_bias must be float32", "complex128")),
+    *(
+        ({"key_bias": zeros(5, dtype=dtype)}, TypeError, ("float32", dtype.__name__, "np.where(mask, 0.0, -np.inf)"))
+        for dtype in (np.bool_, np.int8, np.uint8, np.int64)
+    ),
     # shapes
     ({"q": zeros(4)}, ValueError, ("q needs at least 2 axes", "(4,)", "(2, 5, 4)", "(2, 5, 6)")),
     ({"v": np.array(1.0, F4)}, ValueError, ("v needs at least 2 axes", "()")),
@@ -102,9 +108,11 @@ FORWARD: list[tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = [
     ({"q": zeros(2, 3, 0), "k": zeros(2, 5, 0)}, ValueError, ("no features", "(2, 3, 0)")),
     ({"v": zeros(2, 7, 6)}, ValueError, ("keys", "5 and 7", "(2, 3, 4)", "(2, 5, 4)", "(2, 7, 6)")),
     ({"key_bias": zeros(3)}, ValueError, ("key_bias (axis -1) has length 3", "5 keys", "(2, 5, 4)")),
+    ({"key_bias": zeros(5, 3)}, ValueError, ("length 3", "5 keys", "one number for each key, (..., n)", "(m, n)")),
     ({"q": zeros(8, 3, 4)}, ValueError, ("axis -3", "q has 8", "k has 2", "grouped_heads=True", "(8, 3, 4)")),
     ({"q": zeros(3, 2, 3, 4), "k": zeros(2, 2, 5, 4)}, ValueError, ("axis -4", "q has 3", "k has 2", "(3, 2, 3, 4)")),
-    ({"key_bias": zeros(3, 5)}, ValueError, ("key_bias has 3", "(3, 5)")),
+    ({"key_bias": zeros(3, 5)}, ValueError, ("key_bias has 3", "(3, 5)", "one number for each key", "not supported")),
+    ({"key_bias": zeros(2, 3, 5)}, ValueError, ("(2, 3, 5)", "one number for each key", "not supported")),
     # grouped heads
     ({"q": zeros(3, 3, 4), "grouped_heads": True}, ValueError, ("3 heads", "multiple of the 2", "(3, 3, 4)")),
     ({"q": zeros(2, 3, 4), "k": zeros(4, 5, 4), "v": zeros(4, 5, 6), "grouped_heads": True}, ValueError, ("2", "4")),
@@ -116,6 +124,11 @@ FORWARD: list[tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = [
     ({"v": zeros(1, 5, 6), "grouped_heads": True}, ValueError, ("k has 2 heads", "v has 1")),
     ({"q": zeros(3, 4), "grouped_heads": True}, ValueError, ("head axis (-3) in q", "(3, 4)")),
     ({"q": zeros(4, 3, 4), "key_bias": zeros(2, 5), "grouped_heads": True}, ValueError, ("2 heads (axis -2)", "4")),
+    (
+        {"q": zeros(4, 3, 4), "key_bias": zeros(3, 5), "grouped_heads": True},
+        ValueError,
+        ("3 heads (axis -2)", "one number for each key", "not supported"),
+    ),
     (
         {"q": zeros(3, 4, 3, 4), "k": zeros(2, 2, 5, 4), "grouped_heads": True},
         ValueError,
@@ -225,7 +238,9 @@ BACKWARD: list[tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = [
     ({"do": [1.0]}, TypeError, ("do must be", "list")),
     ({"do": zeros(2, 3, 7)}, ValueError, ("do must have shape (2, 3, 6)", "(2, 3, 7)")),
     ({"do": zeros(3, 6)}, ValueError, ("do must have shape (2, 3, 6)", "(3, 6)")),
-    ({"do": zeros(2, 3, 6, dtype=np.float16)}, TypeError, ("do must be float32", "float16")),
+    ({"do": zeros(2, 3, 6, dtype=np.float16)}, TypeError, ("do must be float32", "float16", ".astype('float32')")),
+    ({"do": zeros(2, 3, 6, dtype=object)}, TypeError, ("do must be float32", "object")),
+    ({"out": (DQ.astype(F8), None, None)}, TypeError, ("out (dq) must be float32", "float64", "allocate it as that")),
     ({"do": gpu(2, 3, 6)}, TypeError, ("q is on the host", "do is on GPU 0")),
     ({"o": None}, TypeError, ("o must be", "NoneType")),
     ({"o": zeros(2, 3, 4)}, ValueError, ("o must have shape (2, 3, 6)", "(2, 3, 4)")),
@@ -321,6 +336,7 @@ OTHERS: list[tuple[str, Any, type[Exception], tuple[str, ...]]] = [
     ("lse vjp None", lambda: cuflash.attention_lse_vjp(Q, K)[1](None), TypeError, ("None",)),
     ("need, early", lambda: cuflash.attention_vjp(Q, K, V, need=("w",)), ValueError, ("need names 'w'",)),
     ("vjp None", lambda: cuflash.attention_vjp(Q, K, V)[1](None), TypeError, ("do and dlse",)),
+    ("vjp of nothing", lambda: cuflash.attention_vjp(Q, K, V)[1](), TypeError, ("do and dlse are both None",)),
     ("vjp shape", lambda: cuflash.attention_vjp(Q, K, V)[1](LSE), ValueError, ("do must have shape (2, 3, 6)",)),
     ("misspelled", lambda: cuflash.attention(Q, K, V, casual=True), TypeError, ("casual",)),
     ("by name", lambda: cuflash.attention(q=Q, k=K, v=V), TypeError, ("positional",)),
@@ -352,6 +368,47 @@ def test_others(call: Any, error: type[Exception], words: tuple[str, ...]) -> No
     assert raised.type is error
     for word in words:
         assert word in str(raised.value)
+
+
+GROUPED, SWAP, MATRIX = "grouped_heads=True", ".swapaxes(-3, -2)", "not supported"
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "key_bias", "hints"),
+    [
+        ((8, 3, 4), (2, 5, 4), None, {GROUPED}),
+        ((2, 8, 3, 4), (2, 2, 5, 4), None, {GROUPED}),
+        ((8, 3, 4), (2, 5, 4), (8, 5), {GROUPED}),
+        ((2, 3, 4), (8, 5, 4), None, set()),  # more heads in k than in q
+        ((7, 3, 4), (2, 5, 4), None, set()),  # not a multiple
+        ((8, 3, 4), (0, 5, 4), None, set()),
+        ((6, 2, 8, 4), (5, 2, 9, 4), None, set()),  # not the axis of heads
+        ((10, 2, 4), (7, 2, 4), None, {SWAP}),  # (sequence, heads, features)
+        ((3, 7, 2, 4), (3, 10, 2, 4), None, {SWAP}),
+        ((10, 2, 4), (5, 2, 4), None, {SWAP, GROUPED}),  # which of the two, shapes do not tell
+        ((8, 9, 4), (2, 9, 4), None, {GROUPED}),
+        ((8, 9, 4), (8, 9, 4), (3, 9), set()),  # only key_bias is at fault
+        ((8, 3, 4), (8, 5, 4), (3, 5), {MATRIX}),
+    ],
+)
+def test_hints_about_axes_come_where_they_fit(q: Any, k: Any, key_bias: Any, hints: set[str]) -> None:
+    bias = None if key_bias is None else zeros(*key_bias)
+    with pytest.raises(ValueError, match="does not broadcast") as raised:
+        cuflash.attention(zeros(*q), zeros(*k), zeros(*k), key_bias=bias)
+    assert {hint for hint in (GROUPED, SWAP, MATRIX) if hint in str(raised.value)} == hints
+
+
+def test_the_advice_for_masks_is_taken() -> None:
+    """What the message about a mask says, and what it says about dtypes, is itself accepted and right."""
+    mask = np.array([True, False, True, True, False])
+    with pytest.raises(TypeError) as raised:
+        cuflash.attention(Q + 1, K, V, key_bias=mask)
+    advice = str(raised.value).split("pass ")[1]
+    key_bias = eval(advice, {"np": np, "mask": mask})
+    values = np.arange(30, dtype=F4).reshape(5, 6)
+    np.testing.assert_allclose(
+        cuflash.attention(Q, K, values, key_bias=key_bias), np.full((2, 3, 1), 1) * values[mask].mean(0)
+    )
 
 
 @pytest.mark.parametrize(
@@ -413,7 +470,7 @@ def test_an_accepted_value_does_not_admit_its_equals() -> None:
 def test_missing_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     x = fake_gpu.Exporter(Q, (fake_gpu.CUDA, 0))
-    with pytest.raises(ImportError, match=r"pip install 'cuflash\[cuda13\]'"):
+    with pytest.raises(ImportError, match=r'pip install "cuflash\[cuda13\]"'):
         cuflash.attention(x, x, x)
 
 

@@ -313,15 +313,16 @@ def test_every_load_kind(gap: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["sm80", "sm75"])
-@pytest.mark.parametrize("n", [1, 3])
-def test_gradients_of_scores_beyond_the_fraction_of_float32(name: str, n: int) -> None:
-    """Scores of 3.5e9: lse is rounded to hundreds, and p must come from the same rounding of the same score."""
-    q, k = np.full((2, 128), 20001, np.float16), np.full((n, 128), 20001, np.float16)
-    v, do = np.ones((n, 128), np.float16), np.ones((2, 128), np.float16)
+def test_gradients_of_scores_beyond_the_fraction_of_float32(name: str) -> None:
+    """Scores of 4.5e9: lse is rounded to hundreds, and p must come from the same rounding of the same score.
+
+    One key, as the logarithm of a number of keys would be lost in that rounding.
+    """
+    q, k = np.full((2, 128), 20001, np.float16), np.full((1, 128), 20001, np.float16)
+    v, do = np.ones((1, 128), np.float16), np.ones((2, 128), np.float16)
     with family(name):
         got = run(BACKEND, q, k, v, do)
-    np.testing.assert_allclose(got.dv.astype(np.float64), 2 / n, rtol=2e-3)
-    assert (got.o == 1).all() and np.isfinite(got.dq).all() and np.isfinite(got.dk).all()
+    assert (got.o == 1).all() and (got.dv == 2).all() and np.isfinite(got.dq).all() and np.isfinite(got.dk).all()
 
 
 @pytest.mark.parametrize("where", ["q", "k"])

@@ -1,10 +1,12 @@
 """The command line: what it computes, what it writes, and what it does with bad input."""
 
 import contextlib
+import itertools
 import os
 import re
 import subprocess
 import sys
+import tracemalloc
 import types
 import zipfile
 from pathlib import Path
@@ -112,8 +114,11 @@ def test_attend_takes_one_npz(files, capsys):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-def test_attend_converts_and_saves_bfloat16_as_float32(files, dtype):
+def test_attend_converts_and_saves_bfloat16_as_float32(files, capsys, dtype):
     assert attend(files, "--dtype", dtype, "--grad", files / "do.npy") == 0
+    printed = capsys.readouterr().out
+    assert f"o (2, 5, 3) {'float32' if dtype == 'bfloat16' else dtype}" in printed
+    assert ("the bfloat16 results are in the file as float32" in printed) == (dtype == "bfloat16")
     wanted = cli_attend._dtype(dtype)
     q, k, v, do = (x.astype(wanted) for x in load(files, "q", "k", "v", "do"))
     o, vjp = cuflash.attention_vjp(q, k, v)
@@ -161,8 +166,43 @@ def test_attend_refuses_shapes_that_do_not_fit(files, capsys):
 def test_attend_refuses_integers_and_takes_them_with_a_dtype(files, capsys):
     for name in "qkv":
         np.save(files / f"{name}.npy", np.arange(6).reshape(3, 2))
-    assert_fails(attend(files), capsys, files, "int64")
+    assert_fails(attend(files), capsys, files, "int64", "--dtype")
     assert attend(files, "--dtype", "float32") == 0
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "do"])
+@pytest.mark.parametrize("dtype", [bool, np.uint8, np.int64, np.float16, np.float64])
+def test_attend_never_casts_unasked(files, capsys, name, dtype):
+    """One array of another dtype, float or not, is refused, whatever the option that would convert it."""
+    np.save(files / f"{name}.npy", np.load(files / f"{name}.npy").astype(dtype))
+    grad = ["--grad", files / "do.npy"]
+    assert_fails(attend(files, *grad), capsys, files, name, np.dtype(dtype).name, "--dtype")
+    assert attend(files, *grad, "--dtype", "float32") == 0
+
+
+@pytest.mark.parametrize("dtype", [bool, np.uint8, np.int64, complex, "U3", "V2"])
+@pytest.mark.parametrize("convert", [[], ["--dtype", "float16"]])
+def test_attend_refuses_a_key_bias_that_is_not_of_floats(files, capsys, dtype, convert):
+    """A mask cast to float32 would be a bias of 1 for the keys that are there, and hide none."""
+    np.save(files / "b.npy", np.ones(7, np.uint16 if dtype == "V2" else dtype).astype(dtype))
+    words = ["np.where(mask, 0.0, -np.inf)"] if np.dtype(dtype).kind in "biu" else []
+    assert_fails(
+        attend(files, *convert, "--key-bias", files / "b.npy"), capsys, files, "key_bias", *words, left=["b.npy"]
+    )
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, np.longdouble])
+@pytest.mark.parametrize("operands", ["float16", "float32", "float64"])
+def test_attend_gives_a_key_bias_of_floats_its_width(files, dtype, operands):
+    np.save(files / "b.npy", np.array([0, -np.inf, 1, 0, 0, 2, -3], dtype))
+    assert attend(files, "--dtype", operands, "--key-bias", files / "b.npy") == 0
+
+
+def test_attend_names_the_option_for_bits_of_bfloat16(files, capsys):
+    bfloat16 = cli_attend._dtype("bfloat16")
+    for name, x in zip("qkv", load(files, "q", "k", "v"), strict=True):
+        np.save(files / f"{name}.npy", x.astype(bfloat16))
+    assert_fails(attend(files), capsys, files, "--dtype bfloat16")
 
 
 def test_attend_refuses_pickles(files, capsys):
@@ -184,6 +224,13 @@ def test_attend_refuses_values_beyond_the_dtype(files, capsys):
 def test_attend_refuses_damaged_files(files, capsys, content):
     (files / "q.npy").write_bytes(content)
     assert_fails(attend(files), capsys, files, "q.npy")
+
+
+@pytest.mark.parametrize("content", [b"", b"1.0 2.0\n3.0 4.0\n", b"a,b\n1,2\n", b"\x80\x04}\x94."])
+def test_attend_says_what_to_write_where_a_file_is_of_another_kind(files, capsys, content):
+    (files / "q.npy").write_bytes(content)
+    assert_fails(attend(files), capsys, files, "q.npy is not a .npy file", "numpy.save")
+    assert_fails(attend(files, inputs=["q.npy"]), capsys, files, "q.npy", "numpy.savez")
 
 
 @pytest.mark.parametrize("keep", [40, 130, 200])
@@ -243,6 +290,13 @@ def test_attend_refuses_bad_options(files, capsys, options, words):
     assert_fails(attend(files, *options), capsys, files, *words)
 
 
+def test_attend_says_what_the_sides_of_a_window_are(files, capsys):
+    for sides in (["a", "3"], ["1.5", "2"], ["1", ""]):
+        with pytest.raises(SystemExit):
+            attend(files, "--window", *sides)
+        assert "ints or none" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("options", [["--window", "1"], ["--window", "a", "b"], ["--dtype", "int8"], ["--scale", "x"]])
 def test_attend_refuses_options_that_do_not_parse(files, capsys, options):
     with pytest.raises(SystemExit) as exit:
@@ -298,9 +352,42 @@ def test_attend_refuses_an_output_that_cannot_be(files, capsys, output):
     assert_fails(attend(files, output=output), capsys, files, "cannot write")
 
 
-def test_attend_uses_the_name_as_it_is_given(files):
-    assert attend(files, output="result.dat") == 0
-    assert "o" in np.load(files / "result.dat").files
+@pytest.mark.parametrize("output", ["result.dat", "result", "result.npy", "x.npz.gz"])
+@pytest.mark.parametrize("force", [[], ["--force"]])
+def test_attend_refuses_an_output_with_another_suffix(files, capsys, output, force):
+    assert_fails(attend(files, *force, output=output), capsys, files, "cannot write", output, ".npz")
+
+
+@pytest.mark.parametrize("role", ["q", "k", "v", "--grad", "--key-bias", "npz", "symbolic link", "hard link"])
+@pytest.mark.parametrize("force", [[], ["--force"]])
+def test_attend_never_writes_over_an_input(files, capsys, role, force):
+    """Whichever input it is, and under whichever name."""
+    q, k, v = load(files, "q", "k", "v")
+    inputs, output, options = ["q.npy", "k.npy", "v.npy"], "in.npz", list(force)
+    if role in "qkv":
+        np.save(files / "q.npy", q)
+        inputs["qkv".index(role)] = output = f"{role}.npy"
+    elif role.startswith("--"):
+        (files / "in.npz").write_bytes((files / "do.npy").read_bytes())
+        options += [role, files / "in.npz"]
+    else:
+        np.savez(files / "qkv.npz", q=q, k=k, v=v)
+        inputs, output = ["qkv.npz"], "qkv.npz"
+        if role == "symbolic link":
+            (files / "in.npz").symlink_to("qkv.npz")
+            output = "in.npz"
+        elif role == "hard link":
+            os.link(files / "qkv.npz", files / "in.npz")
+            output = "in.npz"
+    before = {path: path.read_bytes() for path in files.iterdir()}
+    status = attend(files, *options, inputs=inputs, output=output)
+    assert_fails(status, capsys, files, output, "is an input too", left=["in.npz", "qkv.npz"])
+    assert {path: path.read_bytes() for path in files.iterdir()} == before
+
+
+def test_attend_writes_over_an_older_result_next_to_its_inputs(files):
+    assert attend(files) == attend(files, "--force") == 0
+    assert attend(files, output="X2.NPZ") == 0
 
 
 # --- backends and info -----------------------------------------------------------------------------------------------
@@ -327,7 +414,7 @@ def test_a_gpu_without_cupy_is_said_loudly(files, capsys, monkeypatch, version, 
     assert __main__.main(["attend", *paths, "-o", str(files / "y.npz"), "--backend", "cuda"]) == 2
     refused = capsys.readouterr().err
     for text in (info, attended.err, refused):
-        for word in ("THERE IS A GPU", "NVIDIA H200", "CuPy", f"pip install 'cuflash[{extra}]'"):
+        for word in ("THERE IS A GPU", "NVIDIA H200", "CuPy", f'pip install "cuflash[{extra}]"', f'".[{extra}]"'):
             assert word in text
 
 
@@ -421,10 +508,46 @@ def test_compile_selects(monkeypatch, capsys):
     assert asked_for(monkeypatch, "--arch", "sm_86", "86")[0] == every_86
     half, _ = asked_for(monkeypatch, "--arch", "86", "--dtype", "float16")
     assert half and {variant.dtype for variant in half} == {"float16"}
-    # A head dim of 72 is served by the next tile up, and the kernels that have no tile are needed for any.
-    some, _ = asked_for(monkeypatch, "--arch", "86", "--head-dim", "72")
-    assert {variant.tile.head_dim for variant in some} - {0} == {96}
     assert asked_for(monkeypatch, "--arch", "90")[0] == asked_for(monkeypatch, "--arch", "90a")[0]
+
+
+@pytest.mark.parametrize(
+    "head_dim, aligned, others, operations",
+    [
+        (8, 32, 64, ["backward_dkv", "backward_dq", "forward"]),
+        (72, 96, 128, ["backward_dkv", "backward_dq", "forward"]),
+        (128, 128, 128, ["backward_dkv", "backward_dq", "forward"]),
+        (130, 192, 256, ["backward_dk", "backward_dq", "backward_dv", "forward"]),
+    ],
+)
+def test_compile_selects_what_the_launcher_asks_for_at_a_head_dim(monkeypatch, head_dim, aligned, others, operations):
+    """The next tile up for each kind of load; and the kernels that work on rows, which are needed for any head dim."""
+    some, _ = asked_for(monkeypatch, "--arch", "86", "--dtype", "float16", "--head-dim", str(head_dim))
+    tiled = {(x.operation, x.load, x.tile.head_dim) for x in some if x.tile != tiles.ROW_KERNEL and x.deterministic}
+    loads = {"16": aligned, "8": others, "4": others, "strided": others}
+    assert tiled == {(f"attention_{operation}", load, d) for operation in operations for load, d in loads.items()}
+    unordered = {x.tile.head_dim for x in some if not x.deterministic}
+    assert unordered == ({64 if head_dim <= 64 else 128} if head_dim <= 128 else set())
+    rows = {x.operation for x in some if x.tile == tiles.ROW_KERNEL}
+    assert rows == {"attention_convert", "attention_delta", "attention_merge"}
+
+
+@pytest.mark.parametrize(
+    "arguments, notes",
+    [
+        (["--arch", "80", "--dtype", "float32", "--head-dim", "64"], ["no float32 attention kernels for sm_80 yet"]),
+        (["--arch", "80", "--dtype", "float64", "float16"], ["no float64 attention kernels for sm_80 yet"]),
+        (["--arch", "75", "80", "--dtype", "bfloat16"], ["no bfloat16 attention kernels for sm_75,"]),
+        (["--arch", "80", "--dtype", "float16", "bfloat16"], []),
+        (["--arch", "80"], []),
+    ],
+)
+def test_compile_says_which_dtypes_have_no_attention(monkeypatch, capsys, arguments, notes):
+    variants, status = asked_for(monkeypatch, *arguments)
+    assert status == 0 and variants
+    said = capsys.readouterr().err
+    assert said.count("no ") == len(notes) and all(note in said for note in notes)
+    assert ("attention_merge" in said) == any("float32" in note or "float64" in note for note in notes)
 
 
 def test_compile_without_a_gpu_or_an_architecture_says_what_to_add(monkeypatch, capsys):
@@ -508,6 +631,55 @@ def test_the_demo_fails_above_budget(capsys, monkeypatch):
     assert __main__.main([]) == 1
     output = capsys.readouterr().out
     assert output.count("ABOVE BUDGET") == 5 and "AN ERROR IS ABOVE ITS BUDGET" in output
+
+
+def test_the_demo_measures_everything_alike():
+    """Warmed up, in turns, the median, and memory in a run that is not timed."""
+    ran, clock = [], iter([9.0, 9.0, 1.0, 5.0, 8.0, 7.0, 2.0, 6.0])
+
+    class Place:
+        def seconds(self, compute):
+            compute()
+            return next(clock)
+
+        def peak_bytes(self, compute):
+            ran.append("memory")
+            return compute(), 1000
+
+    def run(name):
+        return lambda: (ran.append(name) or np.zeros(10),)
+
+    measured = cli_demo._measure(Place(), {"a": run("a"), "b": run("b")})
+    assert ran == ["a", "b"] * (1 + cli_demo.ROUNDS) + ["memory", "a", "memory", "b"]
+    assert (measured["a"].seconds, measured["b"].seconds) == (2.0, 6.0)
+    assert measured["a"].extra_bytes == 1000 - 80
+
+
+def test_time_on_the_host_is_not_taken_while_memory_is_traced():
+    traced = []
+    compute = lambda: traced.append(tracemalloc.is_tracing()) or (np.zeros(1000),)  # noqa: E731
+    place = cli_demo.Host()
+    assert place.seconds(compute) >= 0
+    results, peak = place.peak_bytes(compute)
+    assert traced == [False, True] and 8000 <= peak < 20000 and results[0].nbytes == 8000
+
+
+def test_the_demos_dense_forward_is_attention_on_the_same_arrays():
+    q, k, v = np.random.default_rng(2).standard_normal((3, 2, 50, 8)).astype(np.float16)
+    [o] = cli_demo.Host().dense(q, k, v)()
+    assert o.dtype == np.float16
+    np.testing.assert_allclose(o, cuflash.attention(q, k, v), rtol=4e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_the_demo_says_what_slows_the_host_down(capsys, monkeypatch, slow):
+    short(monkeypatch)
+    seconds = itertools.cycle([2.0, 1.0, 1.0] if slow else [1.0, 2.0, 1.0])
+    monkeypatch.setattr(cli_demo.Host, "seconds", lambda self, compute: next(seconds))
+    assert __main__.main([]) == 0
+    output = capsys.readouterr().out
+    assert (cli_demo.BUSY in output) == slow
+    assert f"forward    {2 if slow else 1}.000 s" in output and f"dense      {1 if slow else 2}.000 s" in output
 
 
 @pytest.mark.parametrize("name", ["o", "dq", "dk", "dv"])
