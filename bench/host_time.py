@@ -27,15 +27,17 @@ from bench import device
 from bench.problems import Problem
 
 BAR_US = 25.0
-BURST, BURSTS = 100, 20
+BURST, BURSTS, WARM_SECONDS = 100, 20, 1.0
 """Calls between two synchronisations: fewer than a stream queues, so that no call waits for the device."""
 
 
 def microseconds(call: Callable[[], Any], synchronize: Callable[[], Any]) -> tuple[float, float, float]:
     """Median, 10th and 90th percentile of the host time of single calls."""
-    for _ in range(20):
-        call()
-    synchronize()
+    until = time.monotonic() + WARM_SECONDS  # the card and the processor leave their idle states
+    while time.monotonic() < until:
+        for _ in range(BURST):
+            call()
+        synchronize()
     samples = []
     collects = gc.isenabled()
     gc.disable()

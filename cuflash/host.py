@@ -260,7 +260,10 @@ class _Scores:
             s *= self.natural
             s -= lse
             s *= s.dtype.type(LOG2E)
-        np.minimum(s, 0, out=s)
+        # No probability is above 1, but rounding makes it so where lse is large. Rarely: NumPy's maximum costs a tenth
+        # of its minimum.
+        if np.max(s) > 0:
+            np.minimum(s, np.zeros_like(lse), out=s)
         _exp2(s)
 
 
