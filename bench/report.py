@@ -219,6 +219,7 @@ def plots(table: Sequence[Row], folder: Path, stem: str) -> list[Path]:
                         style = {"c": "black", "lw": 2.5} if name == OURS else {"c": f"C{index - 1}", "lw": 1.2}
                         axis.plot(*zip(*points, strict=True), marker="o", ms=3, label=TITLES.get(name, name), **style)
                 axis.set_xscale("log", base=2)
+                axis.xaxis.set_major_formatter(lambda x, _: f"{x:.0f}" if x < 1024 else f"{x / 1024:.0f}k")
                 axis.set_ylim(bottom=0)
                 axis.set_title(f"d {head_dim}{', causal' if causal else ''}", fontsize=10)
                 axis.grid(alpha=0.3)
@@ -226,7 +227,7 @@ def plots(table: Sequence[Row], folder: Path, stem: str) -> list[Path]:
         axes[1][0].set_ylabel("TFLOP/s")
         handles, labels = axes[0][0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="lower center", ncols=min(5, max(1, len(labels))), fontsize=8, frameon=False)
-        figure.suptitle(f"{op}, {dtype}")
+        figure.suptitle(f"{op}, {dtype}: by sequence length")
         figure.tight_layout(rect=(0, 0.07, 1, 1))
         path = folder / f"{stem}_{op}_{dtype}.png"
         figure.savefig(path, dpi=110)
