@@ -25,7 +25,7 @@ Array = NDArray[Any]
 
 LAYERS = (0, 2)
 """Layers of the encoder that the packaged heads are from."""
-HOST_TOKENS, GPU_TOKENS = 4096, 131072
+HOST_TOKENS, GPU_TOKENS = 8192, 131072
 ROUNDS = 3
 """Timed runs of each computation, after one that warms it up."""
 COPIED_BYTES = 2**30
@@ -78,18 +78,17 @@ class Measured(NamedTuple):
 
 
 def _measure(place: Place, computations: Mapping[str, Compute]) -> dict[str, Measured]:
-    """Each measured alike: memory in a run of its own, and the median time of runs in which all take turns, because
-    the speed of a machine drifts."""
+    """Each measured alike: memory in a run of its own, which also warms up, and the median time of runs in which all
+    take turns, because the speed of a machine drifts."""
+    peaks = {name: place.peak_bytes(compute) for name, compute in computations.items()}
     seconds: dict[str, list[float]] = {name: [] for name in computations}
-    for _ in range(1 + ROUNDS):
+    for _ in range(ROUNDS):
         for name, compute in computations.items():
             seconds[name].append(place.seconds(compute))
-    medians = {name: statistics.median(timed) for name, (_, *timed) in seconds.items()}
-    measured = {}
-    for name, compute in computations.items():
-        results, peak = place.peak_bytes(compute)
-        measured[name] = Measured(results, medians[name], peak - sum(x.nbytes for x in results))
-    return measured
+    return {
+        name: Measured(results, statistics.median(seconds[name]), peak - sum(x.nbytes for x in results))
+        for name, (results, peak) in peaks.items()
+    }
 
 
 class Host:
@@ -295,7 +294,7 @@ def _long_problem(place: Place, q: Array, k: Array, v: Array) -> bool:
         memory = f", {measured.extra_bytes / 1e6:.1f} MB beyond inputs and results" if measured.results else ""
         print(f"   {name:9}{measured.seconds:7.3f} s{memory}")
     print(f"   dense is {place.dense_words}; all S x S scores are {_scores_bytes(q, k) / 1e6:.1f} MB.")
-    print(f"   Times are medians of {ROUNDS} runs in turns, after one to warm up; memory is from a run of its own.")
+    print(f"   Times are medians of {ROUNDS} runs in turns; memory is from a run of its own before them.")
     if isinstance(place, Host) and took["forward"].seconds > took["dense"].seconds:
         print(f"   {BUSY}")
     o, lse, dq, dk, dv = map(place.get, (*took["forward"].results, *took["backward"].results))
