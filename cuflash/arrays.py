@@ -221,6 +221,15 @@ def _pointer(x: Any) -> int:
     return int(x.ctypes.data if type(x) is np.ndarray else x.data.ptr)
 
 
+def require_whole_elements(name: str, x: Any) -> None:
+    """Raise where an array on a GPU starts between two elements, which no kernel can read."""
+    if type(x) is not np.ndarray and _pointer(x) % x.dtype.itemsize:
+        raise NotImplementedError(
+            f"{name} starts between two elements: its address {_pointer(x):#x} is not a multiple of its "
+            f"{x.dtype.itemsize} bytes an element; copy it"
+        )
+
+
 def extent(x: Any) -> tuple[int, int]:
     """First address of an array and the one past its last; empty for an array without elements."""
     low = high = _pointer(x)

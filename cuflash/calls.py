@@ -292,6 +292,8 @@ def merge(os: Any, lses: Any, out: Any) -> tuple[Any, ...]:
             require(f"{name}[{index}]", part, like, where)
             used[f"{name}[{index}]"] = part
     plain = [None, None] if out is None else check_results((o_like, lse_like), out, where, used)
+    for name, x in used.items():
+        arrays.require_whole_elements(name, x)
     with arrays.current(device):
         xp = arrays.module(device)
         o, lse = (like.empty(xp) if x is None else x for like, x in zip((o_like, lse_like), plain, strict=True))

@@ -531,6 +531,16 @@ def test_merge(stacked: bool, backend: Backend) -> None:
         assert close(backend.get(lse), reference.attention(q, k, v)[1])
 
 
+@pytest.mark.parametrize("which", ["os", "lses"])
+def test_merge_of_arrays_that_start_between_two_elements(which: str, gpu: Backend) -> None:
+    shapes = {"os": (5, 4), "lses": (5,)}
+    whole = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    memory = np.zeros(whole[which].nbytes + 4, np.uint8)[2:][: whole[which].nbytes]
+    given = whole | {which: memory.view(np.float32).reshape(shapes[which])}
+    with pytest.raises(NotImplementedError, match=rf"{which}\[0\] starts between two elements"):
+        cuflash.attention_merge([gpu.put(given["os"])], [gpu.put(given["lses"])])
+
+
 def test_merge_of_one_stacked_and_one_sequence(backend: Backend) -> None:
     os, lses = normal(3, 2, 5, 4), normal(3, 2, 5)
     o, lse = cuflash.attention_merge(backend.put(os), backend.put_all(*lses))
