@@ -27,8 +27,10 @@ from bench import device
 from bench.problems import Problem
 
 BAR_US = 25.0
-BURST, BURSTS, WARM_SECONDS = 100, 20, 1.0
+BURST, BURSTS = 100, 20
 """Calls between two synchronisations: fewer than a stream queues, so that no call waits for the device."""
+WARM_SECONDS = 1.0
+"""Calls before those that count."""
 
 
 def microseconds(call: Callable[[], Any], synchronize: Callable[[], Any]) -> tuple[float, float, float]:

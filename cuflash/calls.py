@@ -213,16 +213,7 @@ def _fill_forward(x: Inputs, o: Any, lse: Any, workspace: Any) -> None:
             return
         problem, v = _lse_only(problem, v)
         o = None
-    inner = (x.q, x.k, v, x.key_bias, o, lse)
-    if problem.grouped:
-        inner = (
-            problem.split_heads(x.q, 2),
-            problem.group_axis(x.k),
-            problem.group_axis(v),
-            problem.split_heads(x.key_bias, 1),
-            problem.split_heads(o, 2),
-            problem.split_heads(lse, 1),
-        )
+    inner = (*_inner_inputs(problem, x, v), problem.split_heads(o, 2), problem.split_heads(lse, 1))
     if problem.device >= 0:
         launcher().forward(problem, *inner, workspace)
     else:
@@ -244,10 +235,7 @@ def _fill_backward(x: Inputs, up: Upstream, gradients: Sequence[Any], workspace:
     if dq is None and dk is None and dv is None and dkey_bias is None:
         return
     inner = (
-        problem.split_heads(x.q, 2),
-        problem.group_axis(x.k),
-        problem.group_axis(v),
-        problem.split_heads(x.key_bias, 1),
+        *_inner_inputs(problem, x, v),
         problem.split_heads(do, 2),
         problem.split_heads(o, 2),
         problem.split_heads(up.lse, 1),
@@ -261,6 +249,18 @@ def _fill_backward(x: Inputs, up: Upstream, gradients: Sequence[Any], workspace:
         launcher().backward(problem, *inner, workspace)
     else:
         host.backward(*inner, scale=problem.scale, band=problem.band, softcap=problem.softcap)
+
+
+def _inner_inputs(problem: Problem, x: Inputs, v: Any) -> tuple[Any, Any, Any, Any]:
+    """Inner views of q, k, v and key_bias."""
+    if not problem.grouped:
+        return x.q, x.k, v, x.key_bias
+    return (
+        problem.split_heads(x.q, 2),
+        problem.group_axis(x.k),
+        problem.group_axis(v),
+        problem.split_heads(x.key_bias, 1),
+    )
 
 
 def _lse_only(problem: Problem, v: Any) -> tuple[Problem, Any]:

@@ -24,6 +24,11 @@ MOST_SCORES = 150_000
 VALUES = ("normal", "wide", "spike", "constant", "equal keys", "small")
 
 
+def batches_of(q: Shape, k: Shape, v: Shape, key_bias: Shape | None) -> list[Shape]:
+    """Batch shapes of the inputs that are there."""
+    return [q[:-2], k[:-2], v[:-2]] + ([] if key_bias is None else [key_bias[:-1]])
+
+
 @dataclass(frozen=True)
 class Case:
     """One call of the public functions, without a place to run it."""
@@ -45,7 +50,7 @@ class Case:
     @property
     def batch(self) -> Shape:
         """Public batch shape of the results."""
-        batches = [self.q[:-2], self.k[:-2], self.v[:-2]] + ([] if self.key_bias is None else [self.key_bias[:-1]])
+        batches = batches_of(self.q, self.k, self.v, self.key_bias)
         if self.grouped:
             outer = np.broadcast_shapes(*(b[:-1] for b in batches))
             return (*outer, self.q[-3])

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from backends import HOST, Layout, acc_dtype, dtype_of, place, place_hole
-from gpu_cases import bands, layouts
+from gpu_cases import bands, batches_of, layouts
 from hypothesis import strategies as st
 
 from cuflash import host, score
@@ -35,8 +35,7 @@ class HostCase:
 
     @property
     def batch(self) -> Shape:
-        shapes = [self.q[:-2], self.k[:-2], self.v[:-2], () if self.key_bias is None else self.key_bias[:-1]]
-        return np.broadcast_shapes(*shapes)
+        return np.broadcast_shapes(*batches_of(self.q, self.k, self.v, self.key_bias))
 
     def arrays(self) -> dict[str, Any]:
         """q, k, v, do, dlse and key_bias; None where the case has none."""
@@ -112,7 +111,7 @@ def host_cases(draw: st.DrawFn, dtypes: tuple[str, ...] = DTYPES) -> HostCase:
     options["softcap"] = draw(st.sampled_from((None, None, 0.5, 5.0)))
     has_do = draw(st.booleans())
     ndims = {"q": len(q), "k": len(k), "v": len(v), "dq": len(q), "dk": len(k), "dv": len(v)}
-    ndims["o"] = ndims["do"] = len(np.broadcast_shapes(q[:-2], k[:-2], v[:-2], () if bias is None else bias[:-1])) + 2
+    ndims["o"] = ndims["do"] = len(np.broadcast_shapes(*batches_of(q, k, v, bias))) + 2
     ndims["lse"] = ndims["dlse"] = ndims["o"] - 1
     if bias is not None:
         ndims |= {"key_bias": len(bias), "dkey_bias": len(bias)}
