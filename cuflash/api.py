@@ -193,7 +193,8 @@ def attention(
     -----
     On a GPU the work goes to CuPy's current stream on the device of the arrays and memory comes from CuPy's current
     allocator; nothing is synchronised. A non-finite value of v at a masked position may make rows NaN that do not see
-    it; one beyond the arrays' lengths never matters.
+    it; one beyond the arrays' lengths never matters. float32 on tensor cores (compute capability 8.0 and later) is
+    computed from operands that are split in two: an infinite one may leave NaN.
 
     The algorithm is that of Dao et al., "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness"
     (2022), with the online softmax of Milakov and Gimelshein (2018).
@@ -389,7 +390,8 @@ def attention_backward(
     Notes
     -----
     On a GPU the gradients of the scores are rounded to the operands' dtype before they meet q and k. In float16 they
-    must stay below 65504: scale do down where that is not so, or use bfloat16.
+    must stay below 65504: scale do down where that is not so, or use bfloat16. Beyond inputs and results a call takes
+    two numbers of lse's dtype a query row, and up to 256 (float64: 128) where one kernel computes all gradients.
 
     Examples
     --------

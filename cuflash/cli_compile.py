@@ -87,14 +87,12 @@ def _serves(variant: Variant, head_dim: int) -> bool:
     """Whether the launcher may ask for the variant where the larger of d and e is ``head_dim``."""
     if variant.tile == tiles.ROW_KERNEL:
         return True
-    if variant.operation in _SPLIT and variant.operation not in tiles.backward_operations(head_dim):
+    backward = tiles.backward_operations(variant.dtype, head_dim, variant.target, variant.family)
+    if variant.operation in tiles.KEY_GRADIENTS and variant.operation not in backward:
         return False
-    buckets = (bucket for bucket in tiles.head_dims(variant.operation, variant.load) if bucket >= head_dim)
+    dims = tiles.head_dims(variant.operation, variant.dtype, variant.load, variant.target, variant.family)
+    buckets = (bucket for bucket in dims if bucket >= head_dim)
     return next(buckets, None) == variant.tile.head_dim
-
-
-_SPLIT = {*tiles.backward_operations(1), *tiles.backward_operations(tiles.MAX_HEAD_DIM)}
-"""Operations of the backward pass that are one kernel or two by head dim."""
 
 
 def _without_attention(variants: list[Variant], targets: Sequence[str], dtypes: Sequence[str]) -> Iterator[str]:
@@ -105,8 +103,7 @@ def _without_attention(variants: list[Variant], targets: Sequence[str], dtypes: 
             if dtype in built:
                 continue
             others = ", ".join(sorted({x.operation for x in variants if (x.target, x.dtype) == (target, dtype)}))
-            yet = "" if dtype == "bfloat16" else " yet"  # which an architecture has, or never will have
-            text = f"there are no {dtype} attention kernels for sm_{target}{yet}, only {' and '.join(sorted(built))}"
+            text = f"there are no {dtype} attention kernels for sm_{target}, only {' and '.join(sorted(built))}"
             yield text + (f"; what {dtype} has is {others}" if others else "")
 
 

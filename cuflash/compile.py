@@ -90,12 +90,19 @@ class Variant:
             f"{self.operation}_{self.family}_{self.dtype}",
             f"to_{self.out_dtype}" if self.out_dtype != self.dtype else "",
             f"d{t.head_dim}_e{t.value_dim}_m{t.block_m}_n{t.block_n}_s{t.stages}_w{t.warps}_load{self.load}",
+            f"c{t.column_warps}" if t.column_warps > 1 else "",
+            f"low{t.low_bits}" if t.low_bits else "",
             *(term.lower() for term in self.scores),
             "prescaled" if self.prescaled else "",
             "" if self.deterministic else "unordered",
             self.precision or "",
         ]
         return "_".join(part for part in parts if part)
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return self.tile.smem_bytes(self.operation, self.dtype, self.precision)
 
     def __str__(self) -> str:
         return f"{self.name} for sm_{self.target}"
@@ -254,15 +261,17 @@ namespace cuflash {{
 using Operand = {_CPP_TYPES[variant.dtype]};
 using Output = {_CPP_TYPES[variant.out_dtype]};
 inline constexpr Tile kTile{{{tile}}};
-inline constexpr int kSmemBytes = {variant.tile.smem_bytes(variant.operation)};
+inline constexpr int kSmemBytes = {variant.smem_bytes};
+inline constexpr int kTarget = {variant.target.rstrip("a")};
 inline constexpr LoadKind kLoad = LoadKind::{_LOAD_KINDS[variant.load]};
 inline constexpr bool kPrescaled = {_bool(variant.prescaled)};
 inline constexpr bool kDeterministic = {_bool(variant.deterministic)};
+inline constexpr bool kTf32 = {_bool(variant.precision == "tf32")};
 inline constexpr bool {terms};
 }}
 #define KERNEL {variant.name}
 #include "{file}"
-{params.static_asserts()}"""
+{params.static_asserts(variant.dtype)}"""
 
 
 def _bool(value: bool) -> str:
@@ -515,7 +524,7 @@ def _resources(variant: Variant, log: str) -> Resources:
         registers=max((int(number) for number in re.findall(r"Used (\d+) registers", log)), default=0),
         spill_bytes=total(r"(\d+) bytes spill (?:stores|loads)"),
         stack_bytes=total(r"(\d+) bytes stack frame"),
-        smem_bytes=total(r"(\d+) bytes smem") + variant.tile.smem_bytes(variant.operation),
+        smem_bytes=total(r"(\d+) bytes smem") + variant.smem_bytes,
     )
 
 
@@ -539,8 +548,8 @@ def kernel(variant: Variant, device: int) -> Any:
                 "make the same call once before the capture"
             )
         function = cupy.RawModule(path=str(cubin_path(variant))).get_function(variant.name)
-        if smem := variant.tile.smem_bytes(variant.operation):
-            function.max_dynamic_shared_size_bytes = smem
+        if variant.smem_bytes:
+            function.max_dynamic_shared_size_bytes = variant.smem_bytes
         _check_parameters(variant, function.kernel.ptr)
     return function
 
@@ -548,7 +557,7 @@ def kernel(variant: Variant, device: int) -> Any:
 def _check_parameters(variant: Variant, function: int) -> None:
     """CuPy copies as many bytes of a parameter as the kernel says; hold it to what the host packs."""
     driver = _require("cuda.bindings.driver")
-    expected = params.size(variant.operation)
+    expected = params.size(variant.operation, variant.dtype)
     try:
         status, _, size = driver.cuFuncGetParamInfo(function, 0)
         second, _, _ = driver.cuFuncGetParamInfo(function, 1)

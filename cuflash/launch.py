@@ -7,6 +7,7 @@ launches.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import sys
@@ -22,7 +23,7 @@ from cuflash.problem import Problem
 LOG2E = math.log2(math.e)
 MAX_BATCH_AXES = 3
 MAX_INT = 2**31 - 1
-_PARAMS = np.dtype(f"V{params.SIZE}")
+_PARAMS = {dtype: np.dtype(f"V{params.size('', dtype)}") for dtype in tiles.ITEMSIZE}
 _MERGE_PARAMS = np.dtype(f"V{params.MERGE_SIZE}")
 
 Strides = tuple[int, ...]
@@ -47,11 +48,12 @@ class _Bits(NamedTuple):
     rows: int
     """o, and do where both are read row by row."""
     vectors: int
-    """Arrays of 4-byte elements."""
+    """Arrays of accumulation dtype."""
 
-    def check(self) -> None:
+    def check(self, dtype: str) -> None:
         """Raise where an array does not start at a whole element: a GPU cannot read that."""
-        if (self.loads | self.rows) % 2 or self.vectors % 4:
+        itemsize = tiles.ITEMSIZE[dtype]
+        if (self.loads | self.rows) % itemsize or self.vectors % max(itemsize, 4):
             raise NotImplementedError(
                 "an array starts between two elements (its address is not a multiple of its item size), which kernels "
                 "cannot read; copy it"
@@ -65,25 +67,37 @@ class _Axes(NamedTuple):
     strides: dict[str, tuple[int, int, int]]
 
 
-@lru_cache(maxsize=4096)
 def check(problem: Problem, operation: str) -> None:
     """Raise NotImplementedError for a valid problem that no kernel serves, before anything is allocated."""
-    if problem.dtype not in ("float16", "bfloat16"):
+    _check(problem, operation, _family(problem.device))
+
+
+@lru_cache(maxsize=4096)
+def _check(problem: Problem, operation: str, family: str) -> None:
+    target = _target(problem.device)
+    _check_dtype(operation, problem.dtype, target, family)
+    if problem.precision not in tiles.precisions(problem.dtype, family):
         raise NotImplementedError(
-            f"{operation} in {problem.dtype} on a GPU is not built yet: float16 and bfloat16 are, and the host serves "
-            "all four dtypes"
+            f"{operation}_{family} has no {problem.precision}, which needs compute capability 8.0; precision=None works"
         )
-    if problem.dtype == "bfloat16" and _target(problem.device) == "75":
-        raise NotImplementedError(f"{operation} in bfloat16 needs compute capability 8.0, the device has 7.5")
+    most = tiles.max_head_dim(operation, problem.dtype, target, family)
     for name, length, letter in (("q and k", problem.d, "d"), ("v", problem.e, "e")):
-        if length > tiles.MAX_HEAD_DIM:
+        if length > most:
             raise NotImplementedError(
-                f"the kernels of {operation} take at most {tiles.MAX_HEAD_DIM} features, {name} have {letter} = "
-                f"{length}; the host serves any number"
+                f"{operation} in {problem.dtype} takes at most {most} features on this GPU ({operation}_{family} for "
+                f"sm_{target}), {name} have {letter} = {length}; the host serves any number"
             )
     if problem.m + problem.n > MAX_INT - 1024:
         raise NotImplementedError(f"kernels count rows in 32 bits: m + n = {problem.m + problem.n} is too many")
     _layout(problem, _input_strides(problem))  # batch axes that no kernel can follow
+
+
+def _check_dtype(operation: str, dtype: str, target: str, family: str) -> None:
+    if dtype not in tiles.dtypes(target, family):
+        raise NotImplementedError(
+            f"{operation}_{family} has no {dtype}, which needs compute capability 8.0; "
+            f"{', '.join(tiles.dtypes(target, family))} work, and the host"
+        )
 
 
 def _input_strides(problem: Problem) -> dict[str, Strides | None]:
@@ -91,32 +105,62 @@ def _input_strides(problem: Problem) -> dict[str, Strides | None]:
 
 
 def workspace_nbytes(problem: Problem, operation: str) -> int:
-    """Bytes of scratch memory of a call: none forward; backward two floats a query row, and where sums may be unordered
-    one more for each element of q."""
+    """Bytes of scratch memory of a call: none forward; backward two numbers a query row, and where one kernel may
+    compute all gradients, a row of sums as wide as its tile and a count for each block of rows."""
     if operation != "attention_backward":
         return 0
-    return _workspace_bytes(problem, _may_be_unordered(problem))
+    return _workspace(problem, _fused_tile(problem, _family(problem.device))).nbytes
 
 
-def _workspace_bytes(problem: Problem, unordered: bool) -> int:
-    # The caller's memory may start anywhere: it is used from a multiple of 16.
-    return 16 + 2 * _row_vector_bytes(problem) + (_dq_accum_bytes(problem) if unordered else 0)
+class _Workspace(NamedTuple):
+    """Where the parts of the scratch memory begin, from a multiple of 16, and its size."""
+
+    delta: int
+    dq_accum: int
+    dq_turn: int
+    claims: int
+    nbytes: int
+
+
+@lru_cache(maxsize=4096)
+def _workspace(problem: Problem, fused: tiles.Tile | None) -> _Workspace:
+    """``fused``: the tile of the kernel for all gradients, None where there is none."""
+    accumulator, q_batch = _accumulator_bytes(problem.dtype), math.prod(problem.q_batch)
+    rows = accumulator * math.prod(problem.inner_batch) * _padded_rows(problem.m)
+    sums = turns = claims = 0  # zeroed before each call, in one piece
+    if fused:
+        sums = accumulator * q_batch * _accumulated_rows(problem.m) * fused.head_dim
+        turns, claims = 4 * q_batch * _turn_count(problem.m, fused), 16
+    delta, accum, turn, claim, end = itertools.accumulate((rows, rows, sums, turns, claims))
+    return _Workspace(delta, accum, turn, claim, end + 16)  # the caller's memory may start anywhere
+
+
+def _accumulator_bytes(dtype: str) -> int:
+    return max(4, tiles.ITEMSIZE[dtype])
 
 
 def _padded_rows(m: int) -> int:
     return -(-m // params.ROW_PADDING) * params.ROW_PADDING
 
 
-def _row_vector_bytes(problem: Problem) -> int:
-    return 4 * math.prod(problem.inner_batch) * _padded_rows(problem.m)
+def _accumulated_rows(m: int) -> int:
+    return -(-m // 16) * 16
 
 
-def _dq_accum_bytes(problem: Problem) -> int:
-    return 4 * math.prod(problem.q_batch) * -(-problem.m // 16) * 16 * _unordered_head_dim(problem)
+def _turn_count(m: int, fused: tiles.Tile) -> int:
+    """Counts of turns of one batch element of q, a multiple of 4."""
+    return -(-m // (4 * fused.block_m)) * 4
 
 
-def _unordered_head_dim(problem: Problem) -> int:
-    return next(d for d in tiles.head_dims(tiles.UNORDERED, "16") if d >= max(problem.d, problem.e))
+@lru_cache(maxsize=4096)
+def _fused_tile(problem: Problem, family: str) -> tiles.Tile | None:
+    """The tile of the kernel for all gradients of problems like this, None where there is none."""
+    if not _is_plain(problem) or not problem.has_value:
+        return None
+    dtype, target = problem.dtype, _target(problem.device)
+    dims = tiles.head_dims(tiles.FUSED, dtype, "16", target, family)
+    head_dim = next((d for d in dims if d >= max(problem.d, problem.e)), None)
+    return None if head_dim is None else tiles.tile(tiles.FUSED, dtype, head_dim, "16", True, target, family)
 
 
 def forward(problem: Problem, q: Any, k: Any, v: Any, key_bias: Any, o: Any, lse: Any, workspace: Any) -> None:
@@ -142,16 +186,16 @@ def backward(
     vectors = inputs[3] | inputs[5] | inputs[7] | results[3]
     bits = (_Bits(tiles_in & 15, rows_in & 15, vectors & 15), *(x & 15 for x in results[:3]))
     plan = _plan_backward(problem, _family(problem.device), strides + result_strides, *bits)
-    unordered = any(launch.variant.operation == tiles.UNORDERED for launch in plan)
+    fused = next((launch.variant.tile for launch in plan if launch.variant.operation == tiles.FUSED), None)
+    parts = _workspace(problem, fused)
     if workspace is None:
-        workspace = cupy.empty(_workspace_bytes(problem, unordered), np.uint8)
+        workspace = cupy.empty(parts.nbytes, np.uint8)
     row_lse = -(-workspace.data.ptr // 16) * 16
-    delta = row_lse + _row_vector_bytes(problem)
-    dq_accum = delta + _row_vector_bytes(problem)
-    if unordered:
+    delta, dq_accum, dq_turn, claims, _ = (row_lse + offset for offset in parts)
+    if fused:
         stream = cupy.cuda.get_current_stream().ptr
-        cupy.cuda.runtime.memsetAsync(dq_accum, 0, _dq_accum_bytes(problem), stream)
-    _run(plan, [*inputs, row_lse, delta, *results, dq_accum])
+        cupy.cuda.runtime.memsetAsync(dq_accum, 0, claims + 16 - dq_accum, stream)
+    _run(plan, [*inputs, row_lse, delta, *results, dq_accum, dq_turn, claims])
 
 
 def _describe(arrays: Sequence[Any]) -> tuple[list[int], tuple[Strides | None, ...]]:
@@ -165,7 +209,7 @@ def _run(plan: Sequence[_Launch], pointers: Sequence[int]) -> None:
     for launch in plan:
         if log:
             print(f"cuflash: {launch.variant}, grid {launch.grid[0]}", file=sys.stderr)
-        packed = np.frombuffer(params.pack(pointers, launch.tail), _PARAMS)[0]
+        packed = np.frombuffer(params.pack(pointers, launch.tail), _PARAMS[launch.variant.dtype])[0]
         launch.kernel(launch.grid, launch.block, (packed,), shared_mem=launch.smem_bytes)
 
 
@@ -176,12 +220,13 @@ def _run(plan: Sequence[_Launch], pointers: Sequence[int]) -> None:
 def _plan_forward(
     problem: Problem, family: str, o_strides: Strides | None, lse_strides: Strides | None, bits: _Bits
 ) -> _Launch:
-    bits.check()
+    bits.check(problem.dtype)
     layout = _layout(problem, {**_input_strides(problem), "o": o_strides, "lse": lse_strides})
-    load = _load_kind(layout, ("q", "k", "v"), bits.loads)
+    load = _load_kind(problem.dtype, layout, ("q", "k", "v"), bits.loads)
     variant = _variant(problem, "attention_forward", family, load)
     blocks = -(-problem.m // variant.tile.block_m)
-    return _launch(problem, variant, layout, blocks, store_vector=_load_kind(layout, ("o",), bits.rows) == "16")
+    vector = _load_kind(problem.dtype, layout, ("o",), bits.rows) == "16"
+    return _launch(problem, variant, layout, blocks, store_vector=vector)
 
 
 _BACKWARD_TENSORS = (
@@ -199,18 +244,19 @@ def _plan_backward(
     *gradient_bits: int,
 ) -> tuple[_Launch, ...]:
     """``gradient_bits``: address bits of dq, dk and dv."""
-    bits.check()
+    bits.check(problem.dtype)
     for gradient in gradient_bits:
-        _Bits(gradient, 0, 0).check()
-    layout = _layout(problem, dict(zip(_BACKWARD_TENSORS, strides, strict=True)))
-    load = _load_kind(layout, ("q", "k", "v", "dout"), bits.loads)
-    gradients = zip(("dq", "dk", "dv"), gradient_bits, strict=True)
-    vector = {name: _load_kind(layout, (name,), own) == "16" for name, own in gradients if name in layout.strides}
-    delta_load = _load_kind(layout, ("o", "dout"), bits.rows)
+        _Bits(gradient, 0, 0).check(problem.dtype)
+    fused = _fused_tile(problem, family)
+    layout = _layout(problem, dict(zip(_BACKWARD_TENSORS, strides, strict=True)), fused)
+    load = _load_kind(problem.dtype, layout, ("q", "k", "v", "dout"), bits.loads)
+    gradients = [pair for pair in zip(("dq", "dk", "dv"), gradient_bits, strict=True) if pair[0] in layout.strides]
+    vector = {name: _load_kind(problem.dtype, layout, (name,), own) == "16" for name, own in gradients}
+    delta_load = _load_kind(problem.dtype, layout, ("o", "dout"), bits.rows)
     variant = _row_variant(problem, "attention_delta", family, "16" if delta_load == "16" else "strided")
     plan = [_launch(problem, variant, layout, _padded_rows(problem.m) // (variant.tile.threads // 8))]
-    if _is_unordered(problem, layout, family, load):
-        return (*plan, *_unordered(problem, layout, family, vector))
+    if fused and _is_fused(problem, layout, load, fused):
+        return (*plan, *_fused(problem, layout, family, vector))
     if "dq" in layout.strides:
         variant = _variant(problem, "attention_backward_dq", family, load)
         blocks, loop = -(-problem.m // variant.tile.block_m), _summed_axes(layout, "dq")
@@ -221,7 +267,7 @@ def _plan_backward(
         if name in layout.strides:
             groups.setdefault(_summed_axes(layout, name), []).append(name)
     for loop, outputs in groups.items():
-        for operation, served in tiles.backward_operations(max(problem.d, problem.e)).items():
+        for operation, served in _backward_operations(problem, family).items():
             names = [name for name in outputs if name in served]
             if names:
                 variant = _variant(problem, operation, family, load)
@@ -231,23 +277,49 @@ def _plan_backward(
     return tuple(plan)
 
 
-def _may_be_unordered(problem: Problem) -> bool:
-    """Whether the caller and the score terms allow dq by atomic sums."""
-    fits = max(problem.d, problem.e) <= tiles.head_dims(tiles.UNORDERED, "16")[-1]
-    return not problem.deterministic and _is_plain(problem) and fits and problem.has_value
+def _backward_operations(problem: Problem, family: str) -> dict[str, tuple[str, ...]]:
+    return tiles.backward_operations(problem.dtype, max(problem.d, problem.e), _target(problem.device), family)
 
 
-def _is_unordered(problem: Problem, layout: _Layout, family: str, load: str) -> bool:
-    """Whether this call takes the unordered kernel, which computes all three gradients and loads vectors."""
-    if not _may_be_unordered(problem) or family == "sm75" or load != "16":
+def _bucket(problem: Problem, operation: str, family: str) -> int:
+    """Tile head dim of an operation with 16-byte loads."""
+    dims = tiles.head_dims(operation, problem.dtype, "16", _target(problem.device), family)
+    return next((d for d in dims if d >= max(problem.d, problem.e)), tiles.MAX_HEAD_DIM)
+
+
+def _is_ordered(problem: Problem) -> bool:
+    return problem.deterministic or not tiles.has_unordered(problem.dtype)
+
+
+def _is_fused(problem: Problem, layout: _Layout, load: str, tile: tiles.Tile) -> bool:
+    """Whether this call can, and should, take the kernel for all gradients."""
+    if load != "16" or not all(name in layout.strides for name in ("dq", "dk", "dv")):
         return False
-    everything = all(name in layout.strides for name in ("dq", "dk", "dv"))
-    return everything and _summed_axes(layout, "dk") == _summed_axes(layout, "dv")
+    summed = _summed_axes(layout, "dk")
+    if summed != _summed_axes(layout, "dv"):
+        return False
+    if not _is_ordered(problem):
+        return True
+    if _summed_axes(layout, "dq"):  # it orders sums over keys alone
+        return False
+    family = _family(problem.device)
+    separate = 4 * _bucket(problem, "attention_backward_dkv", family)
+    separate += 3 * _bucket(problem, "attention_backward_dq", family)
+    if 5 * tile.head_dim > separate:  # those have narrower tiles
+        return False
+    # CTAs with keys of one head start one after the other, a query block apart. That they idle meanwhile must cost less
+    # than the two products of five that separate kernels do twice.
+    heads = math.prod(layout.extents[i] for i in range(MAX_BATCH_AXES) if i not in summed)
+    key_blocks, query_blocks = -(-problem.n // tile.block_n), -(-problem.m // tile.block_m)
+    processors = _multiprocessors(problem.device)
+    idle = min(key_blocks, -(-processors // heads))
+    busy = math.prod(layout.extents) * key_blocks * query_blocks / processors
+    return 3 * idle <= busy
 
 
-def _unordered(problem: Problem, layout: _Layout, family: str, vector: Mapping[str, bool]) -> tuple[_Launch, _Launch]:
+def _fused(problem: Problem, layout: _Layout, family: str, vector: Mapping[str, bool]) -> tuple[_Launch, _Launch]:
     """The main kernel, which adds to dq_accum, and the one that rounds that to dq."""
-    main = _variant(problem, tiles.UNORDERED, family, "16")
+    main = _variant(problem, tiles.FUSED, family, "16")
     loop, need = _summed_axes(layout, "dk"), params.NEED_K | params.NEED_V
     blocks = -(-problem.n // main.tile.block_n)
     convert = _row_variant(problem, "attention_convert", family, "strided")
@@ -270,7 +342,7 @@ _VECTORS = ("key_bias", "lse", "dlse", "dkey_bias")
 """Arrays of accumulation dtype with a row axis and no column axis."""
 
 
-def _layout(problem: Problem, given: Mapping[str, Strides | None]) -> _Layout:
+def _layout(problem: Problem, given: Mapping[str, Strides | None], fused: tiles.Tile | None = None) -> _Layout:
     """Batch axes coalesced over all arrays of the call, workspace included; strides in elements."""
     m, n, d, e = problem.m, problem.n, problem.d, problem.e
     lengths = {"q": (m, d), "k": (n, d), "v": (n, e), "o": (m, e), "key_bias": (n, 1), "lse": (m, 1)}
@@ -282,15 +354,21 @@ def _layout(problem: Problem, given: Mapping[str, Strides | None]) -> _Layout:
     for name, strides in given.items():
         if strides is not None:
             shape = shapes.get(name, problem.inner_batch) or ()
-            itemsize = 4 if name in _VECTORS else 2
+            itemsize = _accumulator_bytes(problem.dtype) if name in _VECTORS else tiles.ITEMSIZE[problem.dtype]
             batch_strides[name] = _batch_strides(problem, shape, strides[: len(shape)], itemsize)
             core_strides[name] = tuple(_elements(s, itemsize) for s in (*strides[len(shape) :], 0)[:2])
     for name in ("row_lse", "delta"):
         batch_strides[name], core_strides[name] = _contiguous(problem, problem.inner_batch, _padded_rows(m)), (1, 0)
-    if _may_be_unordered(problem) and "dq" in batch_strides:
-        row = _unordered_head_dim(problem)
-        batch_strides["dq_accum"] = _contiguous(problem, problem.q_batch, -(-m // 16) * 16 * row)
-        core_strides["dq_accum"] = row, 0
+    if fused and "dq" in batch_strides:
+        sums = _accumulated_rows(m) * fused.head_dim
+        batch_strides["dq_accum"], core_strides["dq_accum"] = (
+            _contiguous(problem, problem.q_batch, sums),
+            (fused.head_dim, 0),
+        )
+        batch_strides["dq_turn"], core_strides["dq_turn"] = (
+            _contiguous(problem, problem.q_batch, _turn_count(m, fused)),
+            (1, 0),
+        )
     axes = _coalesce(problem.inner_batch, batch_strides)
     return _Layout(axes.extents, {name: axes.strides[name] + core_strides[name] for name in batch_strides}, lengths)
 
@@ -347,8 +425,9 @@ def _coalesce(shape: Sequence[int], strides: Mapping[str, Strides]) -> _Axes:
     return _Axes(extents, {name: (axes[0][1][name], axes[1][1][name], axes[2][1][name]) for name in strides})
 
 
-def _load_kind(layout: _Layout, names: Iterable[str], bits: int) -> str:
+def _load_kind(dtype: str, layout: _Layout, names: Iterable[str], bits: int) -> str:
     """The widest load that every row of every array allows; ``bits`` are the low bits of their addresses."""
+    itemsize = tiles.ITEMSIZE[dtype]
     for name in names:
         if name not in layout.strides:
             continue
@@ -356,10 +435,10 @@ def _load_kind(layout: _Layout, names: Iterable[str], bits: int) -> str:
         rows, cols = layout.lengths[name]
         if col != 1 and cols > 1:
             return "strided"
-        bits |= 2 * (row if rows > 1 else 0)
+        bits |= itemsize * (row if rows > 1 else 0)
         for stride, extent in zip(batch, layout.extents, strict=True):
-            bits |= 2 * stride if extent > 1 else 0
-    return "16" if bits % 16 == 0 else "8" if bits % 8 == 0 else "4" if bits % 4 == 0 else "strided"
+            bits |= itemsize * stride if extent > 1 else 0
+    return next((load for load in tiles.loads(dtype)[:-1] if bits % int(load) == 0), "strided")
 
 
 def _summed_axes(layout: _Layout, name: str) -> tuple[int, ...]:
@@ -372,22 +451,22 @@ def _exponent_scale(problem: Problem) -> float:
 
 
 def _is_plain(problem: Problem) -> bool:
-    """Whether the scale can wait until the exponent: nothing comes between, and it is a positive normal float32."""
+    """Whether the scale can wait until the exponent: nothing comes between, and it is positive and far from the ends of
+    float32."""
     return problem.softcap is None and not problem.has_key_bias and 1e-30 < _exponent_scale(problem) < 1e30
 
 
 def _variant(problem: Problem, operation: str, family: str, load: str) -> compile.Variant:
-    target = _target(problem.device)
-    if family == "sm75" and problem.dtype == "bfloat16":
-        raise NotImplementedError(
-            f"{operation}_sm75 has no bfloat16, which needs compute capability 8.0; float16 works, and the host"
-        )
-    head_dim = next(d for d in tiles.head_dims(operation, load) if d >= max(problem.d, problem.e))
+    dtype, target = problem.dtype, _target(problem.device)
+    dims = tiles.head_dims(operation, dtype, load, target, family)
+    head_dim = next(d for d in dims if d >= max(problem.d, problem.e))
     plain = _is_plain(problem) and tiles.has_plain(head_dim, load)
-    tile = tiles.tile(operation, head_dim, load, plain, target, family)
+    tile = tiles.tile(operation, dtype, head_dim, load, plain, target, family)
     scores = () if plain else tiles.SCORES
-    ordered, dtype = operation != tiles.UNORDERED, problem.dtype
-    return compile.Variant(operation, family, target, dtype, dtype, tile, scores, load, not plain, ordered)
+    ordered = operation != tiles.FUSED or _is_ordered(problem)
+    return compile.Variant(
+        operation, family, target, dtype, dtype, tile, scores, load, not plain, ordered, problem.precision
+    )
 
 
 def _row_variant(problem: Problem, operation: str, family: str, load: str) -> compile.Variant:
@@ -412,17 +491,17 @@ def _launch(
     ints = {f"grid_extent{i}": grid_extents[i] for i in range(MAX_BATCH_AXES)}
     ints |= {f"loop_extent{i}": loop_extents[i] for i in range(MAX_BATCH_AXES)}
     ints |= {"seqlen_q": problem.m, "seqlen_k": problem.n, "head_dim": problem.d, "value_dim": problem.e}
-    ints |= {"band_lo": problem.band.lo, "band_hi": problem.band.hi, "need": need, "store_vector": int(store_vector)}
-    floats = {
+    ints |= {"band_lo": problem.band.lo, "band_hi": problem.band.hi}
+    ints |= {"need": need, "store_vector": int(store_vector)}
+    scalars = {
         "scale": problem.scale,
         "exponent_scale": LOG2E if variant.prescaled else _exponent_scale(problem),
         "lse_scale": 1.0 if variant.prescaled else problem.scale,
         "softcap": problem.softcap or 0.0,
     }
     kernel = compile.kernel(variant, problem.device)
-    smem_bytes = variant.tile.smem_bytes(variant.operation)
-    tail = params.pack_tail(layout.strides, ints, floats)
-    return _Launch(kernel, variant, (grid,), (variant.tile.threads,), smem_bytes, tail)
+    tail = params.pack_tail(layout.strides, ints, scalars, problem.dtype)
+    return _Launch(kernel, variant, (grid,), (variant.tile.threads,), variant.smem_bytes, tail)
 
 
 @cache
@@ -431,6 +510,13 @@ def _target(device: int) -> str:
 
     capability = cupy.cuda.Device(device).compute_capability
     return compile.target_of((int(capability[:-1]), int(capability[-1])))
+
+
+@cache
+def _multiprocessors(device: int) -> int:
+    import cupy
+
+    return int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
 
 
 def _family(device: int) -> str:
@@ -474,16 +560,15 @@ def merge(os_: Any, lses: Any, o: Any, lse: Any) -> None:
     )
     rows, value_dim = o.shape[-2:]
     for o_at, lse_at, *_ in described:
-        _Bits(o_at % 2, 0, lse_at % 4).check()
+        _Bits(o_at, 0, lse_at).check(o.dtype.name)
     packed = params.pack_merge(
         described[:-1], described[-1], part_strides, (*axes.extents, rows, value_dim, count, int(stacked))
     )
     device, dtype = o.device.id, o.dtype.name
-    if dtype == "bfloat16" and _target(device) == "75":
-        raise NotImplementedError("bfloat16 needs compute capability 8.0, the device has 7.5")
-    variant = compile.Variant(
-        "attention_merge", _family(device), _target(device), dtype, dtype, tiles.ROW_KERNEL, (), "strided", False
-    )
+    family, target = _family(device), _target(device)
+    if target == "75":  # the kernel itself, which has no tensor-core products, serves every dtype of the target
+        _check_dtype("attention_merge", dtype, target, family)
+    variant = compile.Variant("attention_merge", family, target, dtype, dtype, tiles.ROW_KERNEL, (), "strided", False)
     grid = -(-math.prod(axes.extents) * rows // variant.tile.warps)
     if grid > MAX_INT:
         raise NotImplementedError(f"attention_merge would need {grid} blocks, a launch has at most {MAX_INT}")

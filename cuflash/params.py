@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 
 TENSORS = (
     "q", "k", "v", "key_bias", "o", "lse", "dout", "dlse", "row_lse", "delta", "dq", "dk", "dv", "dkey_bias",
-    "dq_accum",
+    "dq_accum", "dq_turn", "claims",
 )  # fmt: skip
-"""Arrays of a call. ``row_lse``, ``delta`` and ``dq_accum`` live in the workspace."""
+"""Arrays of a call. ``row_lse`` and those after ``dkey_bias`` live in the workspace, as ``delta`` does."""
 
 STRIDES_PER_TENSOR = 5
 """Three batch strides, row, column: in elements. A vector (lse, key_bias, ...) has its length on the row stride."""
@@ -23,7 +23,8 @@ INTS = (
     "grid_extent0", "grid_extent1", "grid_extent2", "loop_extent0", "loop_extent1", "loop_extent2",
     "seqlen_q", "seqlen_k", "head_dim", "value_dim", "band_lo", "band_hi", "need", "store_vector",
 )  # fmt: skip
-FLOATS = ("scale", "exponent_scale", "lse_scale", "softcap")
+SCALARS = ("scale", "exponent_scale", "lse_scale", "softcap")
+"""Of the accumulation dtype."""
 
 ROW_PADDING = 128
 """Row vectors in the workspace are padded to this many rows, so that a tile of them is loaded unconditionally."""
@@ -32,10 +33,10 @@ NEED_Q, NEED_K, NEED_V, NEED_KEY_BIAS = 1, 2, 4, 8
 """Bits of ``need``, as in params.cuh."""
 
 _POINTERS = struct.Struct(f"<{len(TENSORS)}Q")
-_TAIL = struct.Struct(f"<{len(TENSORS) * STRIDES_PER_TENSOR}q{len(INTS)}i{len(FLOATS)}f")
-SIZE = (_POINTERS.size + _TAIL.size + 7) // 8 * 8
+_TAILS = {
+    scalar: struct.Struct(f"<{len(TENSORS) * STRIDES_PER_TENSOR}q{len(SCALARS)}{scalar}{len(INTS)}i") for scalar in "fd"
+}
 _ABSENT = (0,) * len(TENSORS)
-_PADDING = bytes(SIZE - _POINTERS.size - _TAIL.size)
 
 MERGE_PARTS = 36
 """Separate arrays that one merge reads through its parameter struct of at most 4 kB; a stacked array has no limit."""
@@ -44,16 +45,26 @@ _MERGE_TAIL = struct.Struct(f"<2Q{2 + 2 * STRIDES_PER_TENSOR}q7i")
 MERGE_SIZE = (MERGE_PARTS * _MERGE_PART.size + _MERGE_TAIL.size + 7) // 8 * 8
 
 
-def size(operation: str) -> int:
-    """Bytes of the parameter struct that a kernel of ``operation`` takes."""
-    return MERGE_SIZE if operation == "attention_merge" else SIZE
+def _scalar(dtype: str) -> str:
+    """Struct code of the accumulation dtype of operands of ``dtype``."""
+    return "d" if dtype == "float64" else "f"
 
 
-def pack_tail(strides: Mapping[str, Sequence[int]], ints: Mapping[str, int], floats: Mapping[str, float]) -> bytes:
+def size(operation: str, dtype: str) -> int:
+    """Bytes of the parameter struct that a kernel of ``operation`` on operands of ``dtype`` takes."""
+    if operation == "attention_merge":
+        return MERGE_SIZE
+    return (_POINTERS.size + _TAILS[_scalar(dtype)].size + 7) // 8 * 8
+
+
+def pack_tail(
+    strides: Mapping[str, Sequence[int]], ints: Mapping[str, int], scalars: Mapping[str, float], dtype: str
+) -> bytes:
     """The part of the struct that does not change while shapes, strides and options stay the same."""
     absent = (0,) * STRIDES_PER_TENSOR
     flat = [s for name in TENSORS for s in strides.get(name, absent)]
-    return _TAIL.pack(*flat, *(ints[i] for i in INTS), *(floats[f] for f in FLOATS)) + _PADDING
+    tail = _TAILS[_scalar(dtype)].pack(*flat, *(scalars[f] for f in SCALARS), *(ints[i] for i in INTS))
+    return tail.ljust(size("", dtype) - _POINTERS.size, b"\0")
 
 
 def pack(pointers: Sequence[int], tail: bytes) -> bytes:
@@ -74,20 +85,16 @@ def pack_merge(
     return (packed.ljust(MERGE_PARTS * _MERGE_PART.size, b"\0") + tail).ljust(MERGE_SIZE, b"\0")
 
 
-def static_asserts() -> str:
+def static_asserts(dtype: str) -> str:
     """C++ that fails to compile unless the struct of params.cuh has this layout."""
     offset, lines = 0, []
-    for name in TENSORS:
-        lines.append((name, offset))
-        offset += 8
-    for name in TENSORS:
-        lines.append((f"{name}_stride", offset))
-        offset += 8 * STRIDES_PER_TENSOR
-    for name in (*INTS, *FLOATS):
-        lines.append((name, offset))
-        offset += 4
-    asserts = "\n".join(f"static_assert(CUFLASH_OFFSETOF({n}) == {at});" for n, at in lines)
-    sizes = f"static_assert(sizeof(Params) == {SIZE} && sizeof(MergeParams) == {MERGE_SIZE});"
+    fields = [(name, 8) for name in TENSORS] + [(f"{name}_stride", 8 * STRIDES_PER_TENSOR) for name in TENSORS]
+    fields += [(name, struct.calcsize(_scalar(dtype))) for name in SCALARS] + [(name, 4) for name in INTS]
+    for name, nbytes in fields:
+        lines.append(f"static_assert(CUFLASH_OFFSETOF({name}) == {offset});")
+        offset += nbytes
+    asserts = "\n".join(lines)
+    sizes = f"static_assert(sizeof(Params) == {size('', dtype)} && sizeof(MergeParams) == {MERGE_SIZE});"
     constants = f"static_assert(kMergeParts == {MERGE_PARTS} && kRowPadding == {ROW_PADDING});"
     # NVRTC has no offsetof; this is the operator its front end defines offsetof with.
     offsetof = "#define CUFLASH_OFFSETOF(field) __INTADDR__(&(((Params*)0)->field))"

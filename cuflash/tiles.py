@@ -21,11 +21,19 @@ SMEM_LIMIT = {
 """Shared memory that one CTA may use, in bytes, by target."""
 
 
+FUSED = "attention_backward_dqkv"
+"""dq, dk and dv in one kernel: plain variants with 16-byte loads only."""
+
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
 @dataclass(frozen=True)
 class Tile:
     """Block sizes of a kernel: ``block_m`` query rows, ``block_n`` keys, of at most ``head_dim`` features.
 
-    ``stages`` is how many blocks the backward kernels keep in flight; the forward has one of K and one of V.
+    ``stages`` is how many blocks the backward kernels keep in flight; the forward has one of K and one of V. Of the
+    ``warps``, ``column_warps`` share a row of scores. ``low_bits``: which float32
+    tiles are kept with what tensor cores ignore of their elements: 1 those read row by row, 2 the forward's V, too.
     """
 
     head_dim: int
@@ -34,10 +42,12 @@ class Tile:
     block_n: int
     stages: int
     warps: int
+    column_warps: int = 1
+    low_bits: int = 0
 
     def __post_init__(self) -> None:
-        if self.head_dim % 32 or self.value_dim % 32:
-            raise ValueError(f"tile head dims must be multiples of 32, got {self.head_dim=}, {self.value_dim=}")
+        if self.head_dim % 16 or self.value_dim % 16:
+            raise ValueError(f"tile head dims must be multiples of 16, got {self.head_dim=}, {self.value_dim=}")
         if self.block_m % 16 or self.block_n % 16:
             raise ValueError(f"blocks must be multiples of 16, got {self.block_m=}, {self.block_n=}")
 
@@ -45,127 +55,213 @@ class Tile:
     def threads(self) -> int:
         return 32 * self.warps
 
-    def smem_bytes(self, operation: str) -> int:
+    def smem_bytes(self, operation: str, dtype: str, precision: str | None = None) -> int:
         """Dynamic shared memory: ``sizeof(SharedStorage)`` of the kernel, which static_asserts that it agrees."""
-        q, k = 2 * self.block_m * self.head_dim, 2 * self.block_n * self.head_dim
-        do, v = 2 * self.block_m * self.value_dim, 2 * self.block_n * self.value_dim
-        rows = 8 * self.block_m  # row_lse and delta
-        match operation:
-            case "attention_forward":
-                return q + k + v
-            case "attention_backward_dkv" | "attention_backward_dk" | "attention_backward_dv":
-                return k + v + self.stages * (q + do + rows)
-            case "attention_backward_dqkv":
-                return k + v + self.stages * (q + do + rows) + 2 * self.block_m * self.block_n  # ds
-            case "attention_backward_dq":
-                return q + do + self.stages * (k + v)
-        return 0
+        twice, itemsize, accumulator = (
+            2 if self.low_bits and precision is None else 1,
+            ITEMSIZE[dtype],
+            8 if dtype == "float64" else 4,
+        )
+        q, k = itemsize * self.block_m * self.head_dim, itemsize * self.block_n * self.head_dim
+        do, v = itemsize * self.block_m * self.value_dim, itemsize * self.block_n * self.value_dim
+        scores = itemsize * self.block_m * self.block_n
+        queries = twice * (q + do) + 2 * accumulator * self.block_m  # row_lse and delta
+        shared, row = (scores, self.column_warps * accumulator) if self.column_warps > 1 else (0, 0)
+        keys = k + v + self.stages * queries + row * self.block_n
+        nbytes = {
+            "attention_forward": q + twice * k + (twice if self.low_bits == 2 else 1) * v + shared + row * self.block_m,
+            "attention_backward_dq": q + do + self.stages * twice * (k + v) + shared,
+            "attention_backward_dk": keys + shared,
+            "attention_backward_dv": keys + shared,
+            "attention_backward_dkv": keys + 2 * shared,
+            FUSED: keys + shared + scores + 16,  # ds, whose turn it is
+        }
+        return -(-nbytes.get(operation, 0) // 128) * 128  # tiles begin at multiples of 128 bytes
 
 
-def _rows(*rows: tuple[int, int, int, int, int]) -> dict[int, Tile]:
-    return {d: Tile(d, d, block_m, block_n, stages, warps) for d, block_m, block_n, stages, warps in rows}
+def _rows(*rows: tuple[int, ...]) -> dict[int, Tile]:
+    return {row[0]: Tile(row[0], *row) for row in rows}
 
 
-# operation -> kB of shared memory, at least -> head dim -> tile.  Columns: head dim, block_m, block_n, stages, warps.
+# kind of operand -> operation -> kB of shared memory, at least -> head dim -> tile.
+# Columns: head dim, block_m, block_n, stages, warps, column warps (1 where left out), low bits (0 where left out).
 # A row is chosen by speed on one H200 (bench/NOTES.md) among those that do not spill.
-TABLES: dict[str, dict[int, dict[int, Tile]]] = {
-    "attention_forward": {
-        227: _rows(
-            (64, 128, 96, 1, 4),  # 7 percent over 64 keys; 128 keys gave 4 more, and spilled
-            (128, 128, 64, 1, 4),  # 4 percent over 48 keys, which is what other targets compile without a spill
-        ),
-        163: _rows(
-            (32, 128, 64, 1, 4),
-            (64, 128, 64, 1, 4),  # 32 rows a warp: each K and V fragment read from shared memory serves two products
-            (96, 128, 48, 1, 4),
-            (128, 128, 48, 1, 4),
-            (192, 64, 64, 1, 4),
-            (256, 64, 48, 1, 4),  # two CTAs an SM; 64 keys were 7 percent faster, and spilled
-        ),
-        99: _rows(
-            (32, 128, 64, 1, 4),
-            (64, 128, 64, 1, 4),
-            (96, 128, 48, 1, 4),
-            (128, 128, 48, 1, 4),
-            (192, 64, 64, 1, 4),
-            (256, 64, 48, 1, 4),
-        ),
-        64: _rows(
-            (32, 128, 64, 1, 4),
-            (64, 128, 64, 1, 4),
-            (96, 64, 64, 1, 4),
-            (128, 64, 64, 1, 4),
-            (192, 64, 32, 1, 4),
-            (256, 64, 32, 1, 4),  # 64 kB exactly
-        ),
+TABLES: dict[str, dict[str, dict[int, dict[int, Tile]]]] = {
+    "16 bits": {
+        "attention_forward": {
+            163: _rows(
+                (32, 128, 64, 1, 4),
+                (64, 128, 96, 1, 4),
+                (96, 128, 48, 1, 4),
+                (
+                    128,
+                    128,
+                    64,
+                    1,
+                    4,
+                ),  # 32 rows a warp: a fragment of K or V serves two products
+                (192, 64, 64, 1, 4),
+                (256, 64, 64, 1, 4),  # two CTAs an SM
+            ),
+            99: _rows(
+                (32, 128, 64, 1, 4),
+                (64, 128, 96, 1, 4),
+                (96, 128, 48, 1, 4),
+                (128, 128, 64, 1, 4),
+                (192, 64, 64, 1, 4),
+                (256, 64, 64, 1, 4),
+            ),
+            64: _rows(
+                (32, 128, 64, 1, 4),
+                (64, 128, 64, 1, 4),
+                (96, 64, 64, 1, 4),
+                (128, 64, 64, 1, 4),
+                (192, 64, 32, 1, 4),
+                (256, 64, 32, 1, 4),  # 64 kB exactly
+            ),
+        },
+        "attention_backward_dkv": {
+            163: _rows(
+                (32, 64, 64, 2, 4),
+                (64, 64, 64, 2, 4),
+                (96, 32, 64, 2, 4),
+                (128, 32, 128, 2, 8, 2),
+                (256, 64, 64, 1, 8, 4),
+            ),
+            99: _rows((32, 64, 64, 2, 4), (64, 64, 64, 2, 4, 2), (96, 32, 64, 2, 4), (128, 32, 64, 1, 4)),
+            64: _rows((32, 64, 64, 1, 4), (64, 64, 64, 1, 4), (96, 32, 64, 1, 4), (128, 16, 64, 1, 4)),
+        },
+        "attention_backward_dqkv": {
+            227: _rows((64, 128, 128, 2, 8, 2)),  # in order 21 percent over 64 query rows
+            163: _rows(
+                (64, 64, 128, 2, 8, 2),
+                (128, 64, 128, 2, 8, 2),  # in order 32 percent over two CTAs an SM of 64 x 64
+                (256, 64, 64, 1, 8, 4),
+            ),
+            99: _rows((64, 64, 64, 2, 4), (128, 32, 128, 1, 8)),
+        },
+        "attention_backward_dk": {
+            99: _rows((192, 32, 64, 1, 4), (256, 16, 64, 1, 4)),
+            64: _rows((192, 16, 32, 1, 2), (256, 16, 32, 1, 2)),
+        },
+        "attention_backward_dv": {
+            99: _rows((192, 32, 64, 1, 4), (256, 32, 64, 1, 4)),
+            64: _rows((192, 16, 32, 1, 2), (256, 16, 32, 1, 2)),
+        },
+        "attention_backward_dq": {
+            227: _rows((256, 64, 32, 1, 4)),  # two CTAs an SM: 24 percent over one with two stages
+            163: _rows(
+                (32, 128, 32, 2, 4),
+                (64, 128, 32, 2, 4),  # 64 keys were 8 percent faster, and spilled
+                (96, 64, 64, 1, 4),
+                (128, 64, 64, 2, 4),
+                (192, 64, 32, 1, 4),
+                (256, 64, 16, 1, 4),
+            ),
+            99: _rows(
+                (32, 128, 32, 2, 4),
+                (64, 128, 32, 2, 4),
+                (96, 64, 64, 1, 4),
+                (128, 64, 64, 1, 4),
+                (192, 64, 32, 1, 4),
+                (256, 64, 16, 1, 4),
+            ),
+            64: _rows(
+                (32, 64, 32, 1, 4),
+                (64, 64, 32, 1, 4),
+                (96, 64, 32, 1, 4),
+                (128, 64, 32, 1, 4),
+                (192, 32, 16, 1, 2),
+                (256, 32, 16, 1, 2),
+            ),
+        },
     },
-    "attention_backward_dkv": {
-        163: _rows(
-            (32, 64, 64, 2, 4),
-            (64, 64, 64, 2, 4),  # two CTAs an SM beat one of 8 warps by 5 percent
-            (96, 32, 64, 2, 4),
-            (128, 32, 64, 2, 4),  # 64 query rows were 8 percent faster, and spilled
-        ),
-        99: _rows((32, 64, 64, 2, 4), (64, 64, 64, 2, 4), (96, 32, 64, 2, 4), (128, 32, 64, 1, 4)),
-        64: _rows((32, 64, 64, 1, 4), (64, 64, 64, 1, 4), (96, 32, 64, 1, 4), (128, 16, 64, 1, 4)),
+    "float32": {
+        "attention_forward": {
+            227: _rows((64, 128, 48, 1, 4, 1, 2), (128, 128, 64, 1, 8, 1, 2), (256, 64, 32, 1, 8, 2, 1)),
+            163: _rows(
+                (32, 128, 64, 1, 8), (64, 128, 32, 1, 4, 1, 1), (128, 128, 32, 1, 8, 1, 1), (256, 64, 32, 1, 8, 2)
+            ),
+            99: _rows(
+                (32, 128, 64, 1, 8), (64, 128, 32, 1, 4, 1, 1), (128, 64, 32, 1, 4, 1, 1), (256, 16, 32, 1, 2, 2)
+            ),
+            64: _rows((32, 64, 32, 1, 4), (64, 64, 32, 1, 4), (128, 32, 32, 1, 4, 2), (256, 16, 16, 1, 2, 2)),
+        },
+        "attention_backward_dkv": {
+            227: _rows((256, 32, 32, 1, 4, 2, 1)),
+            163: _rows((32, 64, 64, 1, 4), (64, 32, 64, 1, 4, 1, 1), (128, 32, 64, 1, 8, 2, 1), (256, 32, 32, 1, 4, 2)),
+            99: _rows((32, 64, 64, 1, 4), (64, 32, 64, 1, 4, 1, 1), (128, 32, 32, 1, 4, 2)),
+            64: _rows((32, 32, 64, 1, 4), (64, 32, 32, 1, 2), (128, 16, 32, 1, 4, 2)),
+        },
+        "attention_backward_dqkv": {
+            227: _rows((128, 32, 128, 1, 8, 1, 1)),
+            163: _rows((64, 32, 64, 1, 4, 1, 1), (128, 32, 64, 1, 8, 2, 1)),
+        },
+        "attention_backward_dk": {99: _rows((256, 32, 16, 1, 2, 2))},
+        "attention_backward_dv": {99: _rows((256, 32, 16, 1, 2, 2))},
+        "attention_backward_dq": {
+            227: _rows((128, 128, 32, 1, 8, 1, 1), (256, 32, 32, 1, 4, 2, 1)),
+            163: _rows((32, 64, 64, 1, 4), (64, 64, 64, 1, 4, 1, 1), (128, 64, 32, 1, 4, 1, 1), (256, 32, 32, 1, 4, 2)),
+            99: _rows((32, 64, 64, 1, 4), (64, 64, 32, 1, 4, 1, 1), (128, 32, 32, 1, 4, 2), (256, 16, 32, 1, 2, 2)),
+            64: _rows((32, 64, 32, 1, 4), (64, 32, 32, 1, 4, 2), (128, 16, 16, 1, 2, 2)),
+        },
     },
-    "attention_backward_dqkv": {
-        163: _rows((64, 64, 128, 2, 8), (128, 32, 128, 2, 8)),  # 16 percent over the ordered kernels at S 4096
-        99: _rows((64, 64, 128, 2, 8), (128, 32, 128, 1, 8)),
-    },
-    "attention_backward_dk": {
-        163: _rows((192, 32, 64, 1, 4), (256, 32, 128, 1, 8)),
-        99: _rows((192, 32, 64, 1, 4), (256, 16, 64, 1, 4)),
-        64: _rows((192, 16, 32, 1, 2), (256, 16, 32, 1, 2)),
-    },
-    "attention_backward_dv": {
-        163: _rows((192, 32, 64, 1, 4), (256, 32, 64, 1, 4)),
-        99: _rows((192, 32, 64, 1, 4), (256, 32, 64, 1, 4)),
-        64: _rows((192, 16, 32, 1, 2), (256, 16, 32, 1, 2)),
-    },
-    "attention_backward_dq": {
-        227: _rows((256, 64, 32, 1, 4)),  # two CTAs an SM: 24 percent over one with two stages
-        163: _rows(
-            (32, 128, 32, 2, 4),
-            (64, 128, 32, 2, 4),  # 64 keys were 8 percent faster, and spilled
-            (96, 64, 64, 1, 4),
-            (128, 64, 64, 2, 4),
-            (192, 64, 32, 1, 4),
-            (256, 64, 16, 1, 4),
-        ),
-        99: _rows(
-            (32, 128, 32, 2, 4),
-            (64, 128, 32, 2, 4),
-            (96, 64, 64, 1, 4),
-            (128, 64, 64, 1, 4),
-            (192, 64, 32, 1, 4),
-            (256, 64, 16, 1, 4),
-        ),
-        64: _rows(
-            (32, 64, 32, 1, 4),
-            (64, 64, 32, 1, 4),
-            (96, 64, 32, 1, 4),
-            (128, 64, 32, 1, 4),
-            (192, 32, 16, 1, 2),
-            (256, 32, 16, 1, 2),
-        ),
+    "float64": {
+        "attention_forward": {
+            227: _rows((64, 64, 64, 1, 4), (128, 128, 32, 1, 8), (256, 64, 16, 1, 8, 2)),
+            163: _rows((32, 64, 64, 1, 4), (64, 64, 32, 1, 4), (128, 64, 32, 1, 8, 2), (256, 32, 16, 1, 4, 2)),
+            99: _rows((32, 64, 64, 1, 4), (64, 64, 32, 1, 4), (128, 32, 16, 1, 4, 2), (256, 16, 16, 1, 2, 2)),
+            64: _rows((32, 32, 32, 1, 2), (64, 32, 32, 1, 4, 2), (128, 16, 16, 1, 2, 2)),
+        },
+        "attention_backward_dkv": {
+            227: _rows((128, 16, 64, 1, 8, 2)),
+            163: _rows((32, 32, 64, 1, 4), (64, 32, 64, 1, 8, 2), (128, 16, 32, 1, 4, 2)),
+            99: _rows((32, 32, 32, 1, 2), (64, 16, 32, 1, 4, 2), (128, 16, 16, 1, 2, 2)),
+            64: _rows((32, 16, 32, 1, 2), (64, 16, 16, 1, 2, 2)),
+        },
+        "attention_backward_dqkv": {227: _rows((64, 64, 64, 1, 8, 2), (128, 32, 64, 1, 8, 2))},
+        "attention_backward_dk": {227: _rows((256, 16, 32, 1, 4, 2)), 163: _rows((256, 16, 16, 1, 2, 2))},
+        "attention_backward_dv": {227: _rows((256, 16, 32, 1, 4, 2)), 163: _rows((256, 16, 16, 1, 2, 2))},
+        "attention_backward_dq": {
+            227: _rows((128, 64, 32, 1, 8, 2), (256, 32, 16, 1, 4, 2)),
+            163: _rows((32, 64, 32, 1, 4), (64, 64, 32, 1, 4), (128, 32, 32, 1, 4, 2), (256, 16, 16, 1, 2, 2)),
+            99: _rows((32, 32, 32, 1, 2), (64, 32, 32, 1, 4, 2), (128, 16, 16, 1, 2, 2)),
+            64: _rows((32, 32, 16, 1, 2), (64, 16, 16, 1, 2, 2)),
+        },
     },
 }
 
 GENERAL = {
-    "attention_forward": _rows((64, 128, 64, 1, 4), (128, 64, 64, 1, 4), (256, 64, 32, 1, 4)),
-    "attention_backward_dq": _rows((64, 64, 64, 2, 4), (256, 64, 16, 1, 4)),
-    "attention_backward_dk": _rows((256, 16, 64, 1, 4)),
+    ("16 bits", "attention_forward"): _rows((64, 128, 64, 1, 4), (128, 64, 64, 1, 4)),
+    ("16 bits", "attention_backward_dq"): _rows((64, 64, 64, 2, 4), (256, 64, 16, 1, 4)),
+    ("16 bits", "attention_backward_dk"): _rows((256, 16, 64, 1, 4)),
+    ("16 bits", "attention_backward_dkv"): _rows((256, 64, 64, 1, 8, 2)),
+    ("float32", "attention_forward"): _rows((64, 128, 32, 1, 4, 1, 1), (128, 128, 32, 1, 8, 1, 1)),
+    ("float64", "attention_forward"): _rows((128, 64, 32, 1, 8, 2)),
 }
-"""Smaller rows where the registers of the score terms made the table's spill."""
+"""Smaller rows where the registers of the score terms made the table's spill; for targets with room for them."""
+
+SPILLS = {
+    ("16 bits", FUSED, 64): 32,  # in order 222 TFLOP/s; 183 with the next best row
+    ("16 bits", FUSED, 128): 64,  # 241 against 182
+    ("16 bits", FUSED, 256): 96,  # 196 against 174
+    ("float32", FUSED, 128): 448,  # 54 against 44
+    ("float32", "attention_backward_dkv", 256): 96,
+    ("float32", "attention_backward_dq", 128): 16,
+    ("float64", "attention_backward_dkv", 128): 128,
+    ("float64", "attention_backward_dk", 256): 128,
+    ("float64", "attention_backward_dv", 256): 128,
+    ("float64", "attention_backward_dq", 256): 128,
+}
+"""Bytes that rows may spill, by kind, operation and head dim: those that are faster so than any that does not."""
+
+_HALVES = ("attention_backward_dk", "attention_backward_dv")
+KEY_GRADIENTS = ("attention_backward_dkv", *_HALVES)
+"""Operations that `backward_operations` chooses from."""
 
 ROW_KERNEL = Tile(head_dim=32, value_dim=32, block_m=16, block_n=16, stages=1, warps=4)
 """Of the kernels that work on rows, not tiles (delta, convert, merge), only the number of warps matters."""
 
-UNORDERED = "attention_backward_dqkv"
-"""dq, dk and dv in one kernel with atomic sums, for ``deterministic=False``: plain variants with 16-byte loads only."""
-
-LOADS = ("16", "8", "4", "strided")
 SCORES = ("Softcap", "KeyBias")
 """Score terms of the general variants; each can be off at run time, so one variant serves every combination."""
 PLAIN_HEAD_DIMS = (64, 128, 256)
@@ -174,19 +270,37 @@ UNALIGNED_HEAD_DIMS = (64, 128, 256)
 """Tile head dims of the load kinds below 16 bytes: fewer, since the loads bound them."""
 
 
-def _row(operation: str, head_dim: int, target: str, family: str) -> Tile:
-    """The row of the largest class of shared memory that the target has."""
-    limit = SMEM_LIMIT["75" if family == "sm75" else target]
-    classes = TABLES[operation]
-    return next(
-        classes[kb][head_dim] for kb in sorted(classes, reverse=True) if kb * 1024 <= limit and head_dim in classes[kb]
-    )
+def kind(dtype: str) -> str:
+    """Which table serves operands of a dtype."""
+    return "16 bits" if ITEMSIZE[dtype] == 2 else dtype
 
 
-def head_dims(operation: str, load: str) -> list[int]:
-    """Tile head dims at which ``operation`` has a variant with this load kind, ascending."""
-    dims = sorted(TABLES[operation][163])
-    return dims if load == "16" else [d for d in dims if d in UNALIGNED_HEAD_DIMS]
+def loads(dtype: str) -> tuple[str, ...]:
+    """Load kinds: single elements of 4 and 8 bytes are copied like vectors of them, at any stride."""
+    return ("16", "8", "4", "strided") if ITEMSIZE[dtype] == 2 else ("16", "strided")
+
+
+def _smem_limit(target: str, family: str) -> int:
+    return SMEM_LIMIT["75" if family == "sm75" else target]
+
+
+def _row(operation: str, dtype: str, head_dim: int, target: str, family: str) -> Tile | None:
+    """The row of the largest class of shared memory that the target has, None where none fits."""
+    limit = _smem_limit(target, family)
+    classes = TABLES[kind(dtype)].get(operation, {})
+    fitting = (classes[kb] for kb in sorted(classes, reverse=True) if kb * 1024 <= limit)
+    return next((rows[head_dim] for rows in fitting if head_dim in rows), None)
+
+
+def head_dims(operation: str, dtype: str, load: str, target: str, family: str) -> list[int]:
+    """Tile head dims at which ``operation`` has a variant with this load kind, ascending; none where it has not."""
+    classes = TABLES[kind(dtype)].get(operation, {}) if operation != FUSED or family != "sm75" else {}
+    dims = sorted({d for rows in classes.values() for d in rows if load == "16" or d in UNALIGNED_HEAD_DIMS})
+    dims = [d for d in dims if _row(operation, dtype, d, target, family)]
+    if operation in _HALVES:  # for what one kernel cannot do
+        whole = max(head_dims("attention_backward_dkv", dtype, load, target, family))
+        dims = [d for d in dims if d > whole]
+    return dims
 
 
 def has_plain(head_dim: int, load: str) -> bool:
@@ -194,18 +308,49 @@ def has_plain(head_dim: int, load: str) -> bool:
     return load == "16" and head_dim in PLAIN_HEAD_DIMS
 
 
-def tile(operation: str, head_dim: int, load: str, plain: bool, target: str, family: str) -> Tile:
-    """The tile for at most ``head_dim`` features, of q and k or of v, whichever has more."""
-    bucket = next(d for d in head_dims(operation, load) if d >= head_dim)
-    row = _row(operation, bucket, target, family)
-    return row if plain or family == "sm75" else GENERAL.get(operation, {}).get(bucket, row)
+def tile(operation: str, dtype: str, head_dim: int, load: str, plain: bool, target: str, family: str) -> Tile:
+    """The tile for a head dim of `head_dims`."""
+    row = _row(operation, dtype, head_dim, target, family)
+    if row is None:
+        raise KeyError(f"no row of {operation} in {dtype} for {head_dim} features on sm_{target}")
+    general = GENERAL.get((kind(dtype), operation), {}).get(head_dim, row)
+    fits = general.smem_bytes(operation, dtype) <= _smem_limit(target, family)
+    return general if not plain and fits and family != "sm75" else row
 
 
-def backward_operations(head_dim: int) -> dict[str, tuple[str, ...]]:
-    """Kernels that between them give dk, dv and dkey_bias: two accumulators of more than 128 columns do not fit."""
-    if head_dim <= 128:
+def backward_operations(dtype: str, head_dim: int, target: str, family: str) -> dict[str, tuple[str, ...]]:
+    """Kernels that between them give dk, dv and dkey_bias: one where the registers and shared memory hold both sums, of
+    at least ``head_dim`` columns."""
+    if head_dim <= max(head_dims("attention_backward_dkv", dtype, "strided", target, family)):
         return {"attention_backward_dkv": ("dk", "dv", "dkey_bias")}
     return {"attention_backward_dk": ("dk", "dkey_bias"), "attention_backward_dv": ("dv",)}
+
+
+def max_head_dim(operation: str, dtype: str, target: str, family: str) -> int:
+    """The most features that ``attention``, ``attention_backward`` or ``attention_lse`` takes, at any strides."""
+
+    def served(d: int) -> bool:
+        kernels: tuple[str, ...] = ("attention_forward",)
+        if operation == "attention_backward":
+            kernels = ("attention_backward_dq", *backward_operations(dtype, d, target, family))
+        return all(d in head_dims(kernel, dtype, "strided", target, family) for kernel in kernels)
+
+    return max(filter(served, UNALIGNED_HEAD_DIMS))
+
+
+def has_unordered(dtype: str) -> bool:
+    """Whether the fused backward has a form in which sums come in any order: turns cost wider dtypes little."""
+    return kind(dtype) == "16 bits"
+
+
+def dtypes(target: str, family: str) -> tuple[str, ...]:
+    """What the kernels of a family take on a target. Turing has no bfloat16."""
+    return ("float16", "float32", "float64") if family == "sm75" else ("float16", "bfloat16", "float32", "float64")
+
+
+def precisions(dtype: str, family: str) -> tuple[str | None, ...]:
+    """Values of ``precision`` that have kernels of their own."""
+    return (None, "tf32") if dtype == "float32" and family != "sm75" else (None,)
 
 
 @lru_cache
@@ -214,17 +359,24 @@ def variants(target: str, family: str) -> list[Variant]:
     from cuflash.compile import Variant
 
     found = []
-    for dtype in ("float16",) if family == "sm75" else ("float16", "bfloat16"):
-        for operation, load in ((o, x) for o in TABLES if o != UNORDERED for x in LOADS):
-            for d in head_dims(operation, load):
+    for dtype in dtypes(target, family):
+        for operation, load in ((o, x) for o in TABLES[kind(dtype)] if o != FUSED for x in loads(dtype)):
+            for d in head_dims(operation, dtype, load, target, family):
                 for plain in (False, True) if has_plain(d, load) else (False,):
-                    t = tile(operation, d, load, plain, target, family)
+                    t = tile(operation, dtype, d, load, plain, target, family)
                     scores = () if plain else SCORES
-                    found.append(Variant(operation, family, target, dtype, dtype, t, scores, load, not plain))
-        if family != "sm75":
-            for d in sorted(TABLES[UNORDERED][163]):
-                t = tile(UNORDERED, d, "16", True, target, family)
-                found.append(Variant(UNORDERED, family, target, dtype, dtype, t, (), "16", False, False))
+                    for precision in precisions(dtype, family):
+                        found.append(
+                            Variant(
+                                operation, family, target, dtype, dtype, t, scores, load, not plain, True, precision
+                            )
+                        )
+        for d in head_dims(FUSED, dtype, "16", target, family):
+            t = tile(FUSED, dtype, d, "16", True, target, family)
+            for precision in precisions(dtype, family):
+                for ordered in (True, False) if has_unordered(dtype) else (True,):
+                    found.append(Variant(FUSED, family, target, dtype, dtype, t, (), "16", False, ordered, precision))
+        if head_dims(FUSED, dtype, "16", target, family):
             found.append(Variant("attention_convert", family, target, dtype, dtype, ROW_KERNEL, (), "strided", False))
         for load in ("16", "strided"):
             found.append(Variant("attention_delta", family, target, dtype, dtype, ROW_KERNEL, (), load, False))

@@ -1,6 +1,6 @@
-// Backward of keys and values for sm_80 and later: the portable loop over m16n8k16 and cp.async.
+// Backward of keys and values for sm_80 and later: the portable loop over tensor cores and cp.async.
 #include "copy_sm80.cuh"
-#include "mma_sm80.cuh"
+#include "gemm_sm80.cuh"
 namespace cuflash {
 constexpr bool kHasDk = true, kHasDv = true, kHasDq = false;
 }

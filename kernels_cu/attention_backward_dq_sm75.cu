@@ -1,4 +1,4 @@
-// Backward of queries for sm_75: the portable loop over m16n8k8 and copies through registers.
+// Backward of queries for sm_75: the portable loop over m16n8k8 or FMAs and copies through registers.
 #include "copy_sm75.cuh"
-#include "mma_sm75.cuh"
+#include "gemm_sm75.cuh"
 #include "attention_backward_dq_portable.cuh"

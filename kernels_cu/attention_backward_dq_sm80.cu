@@ -1,4 +1,4 @@
-// Backward of queries for sm_80 and later: the portable loop over m16n8k16 and cp.async.
+// Backward of queries for sm_80 and later: the portable loop over tensor cores and cp.async.
 #include "copy_sm80.cuh"
-#include "mma_sm80.cuh"
+#include "gemm_sm80.cuh"
 #include "attention_backward_dq_portable.cuh"

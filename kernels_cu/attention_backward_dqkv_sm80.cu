@@ -1,6 +1,6 @@
-// Backward of queries, keys and values at once for sm_80 and later, when the caller allows unordered sums.
+// Backward of queries, keys and values at once for sm_80 and later.
 #include "copy_sm80.cuh"
-#include "mma_sm80.cuh"
+#include "gemm_sm80.cuh"
 namespace cuflash {
 constexpr bool kHasDk = true, kHasDv = true, kHasDq = true;
 }

@@ -1,7 +1,7 @@
 // Backward of values alone (at these head dims one accumulator fits the registers) for sm_75: the portable loop over
-// m16n8k8 and copies through registers.
+// m16n8k8 or FMAs and copies through registers.
 #include "copy_sm75.cuh"
-#include "mma_sm75.cuh"
+#include "gemm_sm75.cuh"
 namespace cuflash {
 constexpr bool kHasDk = false, kHasDv = true, kHasDq = false;
 }

@@ -8,18 +8,19 @@ namespace cuflash {
 
 constexpr int kLanesPerRow = 8, kThreads = 32 * kTile.warps;
 
-__device__ __forceinline__ float dot(const Params& params, const Operand* a, const Operand* b, int lane) {
-  float sum = 0.f;
-  for (int col0 = 8 * lane; col0 < params.value_dim; col0 += 8 * kLanesPerRow) {
-    if (kLoad == LoadKind::k16 && col0 + 8 <= params.value_dim) {
-      const uint4 va = *reinterpret_cast<const uint4*>(a + col0), vb = *reinterpret_cast<const uint4*>(b + col0);
-      const u32 wa[4] = {va.x, va.y, va.z, va.w}, wb[4] = {vb.x, vb.y, vb.z, vb.w};
+__device__ __forceinline__ Accumulator dot(const Params& params, const Operand* a, const Operand* b, int lane) {
+  constexpr int kChunk = 16 / int(sizeof(Operand));
+  struct alignas(16) Chunk {
+    Operand x[kChunk];
+  };
+  Accumulator sum = 0;
+  for (int col0 = kChunk * lane; col0 < params.value_dim; col0 += kChunk * kLanesPerRow) {
+    if (kLoad == LoadKind::k16 && col0 + kChunk <= params.value_dim) {
+      const Chunk ca = *reinterpret_cast<const Chunk*>(a + col0), cb = *reinterpret_cast<const Chunk*>(b + col0);
 #pragma unroll
-      for (int i = 0; i < 8; ++i)
-        sum +=
-            to_float(Operand{u16(wa[i / 2] >> (16 * (i % 2)))}) * to_float(Operand{u16(wb[i / 2] >> (16 * (i % 2)))});
+      for (int i = 0; i < kChunk; ++i) sum += to_float(ca.x[i]) * to_float(cb.x[i]);
     } else {
-      for (int i = col0; i < min_of(col0 + 8, params.value_dim); ++i)
+      for (int i = col0; i < min_of(col0 + kChunk, params.value_dim); ++i)
         sum += to_float(a[i * params.dout_stride.col]) * to_float(b[i * params.o_stride.col]);
     }
   }
@@ -36,18 +37,18 @@ __device__ __forceinline__ void attention_delta(const Params& params) {
   const BatchIndex batch = batch_index(params, work_index() / blocks, 0);
   const bool exists = row < params.seqlen_q;
   const i64 row_in = exists ? row : 0;  // all lanes of a warp take part in the sum
-  float delta = 0.f;
+  Accumulator delta = 0;
   if (params.dout != nullptr && params.value_dim > 0)
     delta = dot(
         params,
         static_cast<const Operand*>(params.dout) + offset(params.dout_stride, batch) + row_in * params.dout_stride.row,
         static_cast<const Operand*>(params.o) + offset(params.o_stride, batch) + row_in * params.o_stride.row, lane);
   if (lane != 0) return;
-  const float lse = params.lse[offset(params.lse_stride, batch) + row_in * params.lse_stride.row];
+  const Accumulator lse = params.lse[offset(params.lse_stride, batch) + row_in * params.lse_stride.row];
   if (params.dlse != nullptr) delta -= params.dlse[offset(params.dlse_stride, batch) + row_in * params.dlse_stride.row];
   const bool live = exists && lse != neg_inf();
-  (params.row_lse + offset(params.row_lse_stride, batch))[row] = live ? lse : pos_inf();
-  (params.delta + offset(params.delta_stride, batch))[row] = live ? delta : 0.f;
+  (params.row_lse + offset(params.row_lse_stride, batch))[row] = live ? lse : Accumulator(pos_inf());
+  (params.delta + offset(params.delta_stride, batch))[row] = live ? delta : 0;
 }
 
 }  // namespace cuflash

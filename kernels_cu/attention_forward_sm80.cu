@@ -1,4 +1,4 @@
-// Forward for sm_80 and later: the portable loop over m16n8k16 and cp.async.
+// Forward for sm_80 and later: the portable loop over tensor cores and cp.async.
 #include "copy_sm80.cuh"
-#include "mma_sm80.cuh"
+#include "gemm_sm80.cuh"
 #include "attention_forward_portable.cuh"

@@ -2,11 +2,11 @@
 // order, in lse's type. A part that saw no key (lse_i = -inf) is not read; without any, o = 0 and lse = -inf.
 #include "fragment.cuh"
 #include "locate.cuh"
+#include "ptx/convert.cuh"
 
 namespace cuflash {
 
 constexpr int kThreads = 32 * kTile.warps;
-using Accumulator = ConditionalType<kSame<Operand, double>, double, float>;
 
 __device__ __forceinline__ float exponential(float x) { return expf(x); }
 __device__ __forceinline__ double exponential(double x) { return exp(x); }

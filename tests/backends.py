@@ -64,7 +64,7 @@ class Gpu:
     """CuPy arrays. Only copies and bit patterns go through CuPy, so that a test depends on little of it."""
 
     name = "gpu"
-    dtypes = ("float16", "bfloat16")
+    dtypes = Host.dtypes
 
     @property
     def xp(self) -> Any:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
+import re
 import tracemalloc
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import gpu_cases
 import numpy as np
 import pytest
 import recording
 import reference
-from backends import GPU, HOST, Backend, Layout, Placed, acc_dtype, place, place_hole, put, same_bits
+from backends import GPU, HOST, Backend, Layout, Placed, acc_dtype, dtype_of, place, place_hole, put, same_bits
 from gpu_cases import Case
 
 import cuflash
@@ -38,15 +40,74 @@ def compiled_kernels() -> None:
 
 @functools.cache
 def _compile_kernels() -> None:
-    capability = GPU.xp.cuda.Device().compute_capability
-    target = compile.target_of((int(capability[:-1]), int(capability[-1])))
-    errors = compile.compile_all(variant for family in MMA_DEPTH for variant in tiles.variants(target, family))
+    target = gpu_cases.target()
+    families = ("sm75",) if target == "75" else MMA_DEPTH
+    errors = compile.compile_all(variant for family in families for variant in tiles.variants(target, family))
     assert not errors, str(errors[0])
 
 
 TILE = (64, 64)
 """Tile of the host specification when it stands for a kernel: a middling one of the tables."""
 MMA_DEPTH = {"sm80": 16, "sm75": 8}
+
+
+def tf32_chains() -> tuple[int, int]:
+    """Steps of the chains in which tensor cores sum floats, as gemm_tf32.cuh has them."""
+    text = (compile.kernels_dir() / "include" / "gemm_tf32.cuh").read_text()
+    found = re.search(r"constexpr int kChain = (\d+), kShortChain = (\d+);", text)
+    assert found, "gemm_tf32.cuh names its chains otherwise: look at the budgets"
+    return int(found[1]), int(found[2])
+
+
+def arithmetic(dtype: str, family: str, precision: str | None = None) -> reference.Arithmetic | None:
+    """How kernels multiply float32 or float64; None for 16 bits."""
+    if tiles.kind(dtype) == "16 bits":
+        return None
+    return reference.arithmetic(dtype, family, precision, tf32_chains())
+
+
+def rounding(backend: Backend, dtype: str, n: int = 64) -> float:
+    """What may be between two averages of n values that are rounded in other orders, relative to the largest value.
+
+    Results of 16 bits hide how the sum was made. Kernels of the others sum as `reference.arithmetic` says, and lanes
+    add up a quarter of the row's p one after the other.
+    """
+    u = unit_roundoff(dtype_of(dtype))
+    if backend is HOST or tiles.kind(dtype) == "16 bits":
+        return 4 * u
+    family = "sm75" if gpu_cases.target() == "75" else "sm80"
+    products = arithmetic(dtype, family)
+    assert products is not None
+    return 4 * u + 2 * (products.total(n) + n / 4 * u)
+
+
+def need_features(d: int, dtype: str, family: str | None = None) -> None:
+    """Skip what the kernels of a family do not serve on this GPU; test_launch.py holds what they must."""
+    family = family or ("sm75" if gpu_cases.target() == "75" else "sm80")
+    if d > gpu_cases.most_features(dtype, family):
+        pytest.skip(f"{family} has no gradients of {d} features in {dtype} here")
+
+
+@contextmanager
+def fused() -> Iterator[list[str]]:
+    """Make the launcher take the kernel for all gradients also for problems too small to gain from it.
+
+    Yields the operations of the kernels that are launched meanwhile.
+    """
+    launch = cuflash.calls.launcher()
+    launched: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        run = launch._run
+
+        def recorded(plan: Any, pointers: Any) -> None:
+            launched.extend(kernel.variant.operation for kernel in plan)
+            run(plan, pointers)
+
+        patch.setattr(launch, "_run", recorded)
+        patch.setattr(launch, "_multiprocessors", lambda device: 1)
+        launch._plan_backward.cache_clear()
+        yield launched
+    launch._plan_backward.cache_clear()
 
 
 def finite(results: Iterable[np.ndarray | None]) -> bool:
@@ -106,8 +167,10 @@ def expect(
         limits = {name: unrounded if name == "lse" else rounded for name in exact}
     else:
         with np.errstate(invalid="ignore"):  # lse of rows without a key: -inf less -inf
-            depth = MMA_DEPTH[family]
-            found = reference.kernel_budget(do, q, k, v, dlse=dlse, tile=TILE, mma_depth=depth, **options).present()
+            products = arithmetic(q.dtype.name, family, options.get("precision"))
+            found = reference.kernel_budget(
+                do, q, k, v, dlse=dlse, tile=TILE, mma_depth=MMA_DEPTH[family], products=products, **options
+            ).present()
         # Where e is 0 or v is absent there is no o to speak of, and no error of it.
         limits = {name: found.get(name, 0.0) for name in exact}
     return {

@@ -16,6 +16,8 @@ from cuflash.problem import Problem
 
 CUDA = 2
 """DLPack's device type."""
+MOST_FEATURES = 256
+"""More are a valid problem that the launcher does not serve."""
 
 
 class ndarray:  # the name is CuPy's
@@ -30,6 +32,7 @@ class ndarray:  # the name is CuPy's
     ndim = property(lambda self: self.memory.ndim)
     size = property(lambda self: self.memory.size)
     flags = property(lambda self: types.SimpleNamespace(c_contiguous=self.memory.flags.c_contiguous))
+    device = property(lambda self: types.SimpleNamespace(id=self.device_id))
     data = property(lambda self: types.SimpleNamespace(ptr=self.memory.ctypes.data, device_id=self.device_id))
 
     def reshape(self, shape: tuple[int, ...]) -> ndarray:
@@ -127,8 +130,8 @@ class Launcher:
         self.workspaces: list[Any] = []
 
     def check(self, problem: Problem, operation: str) -> None:
-        if problem.dtype == "float64":
-            raise NotImplementedError("float64 is not built")
+        if problem.d > MOST_FEATURES:
+            raise NotImplementedError(f"{operation} takes at most {MOST_FEATURES} features, d = {problem.d}")
 
     def workspace_nbytes(self, problem: Problem, operation: str) -> int:
         return {"attention": 16, "attention_lse": 32, "attention_backward": 64}[operation]

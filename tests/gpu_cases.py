@@ -10,18 +10,42 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import recording
 from backends import Layout, acc_dtype, dtype_of
 from hypothesis import strategies as st
 
+from cuflash import compile, tiles
+
 Shape = tuple[int, ...]
 
-EDGES = (0, 1, 2, 3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257)
+EDGES = (0, 1, 2, 3, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 95, 96, 97, 127, 128, 129, 257)
 """Lengths around the sizes of fragments and blocks."""
 HEAD_DIMS = (1, 2, 7, 8, 16, 31, 32, 33, 40, 64, 65, 72, 80, 96, 104, 128, 129, 160, 192, 255, 256)
 VALUE_DIMS = ("like d",) * 4 + ("any",) * 4 + ("none",)
 MOST_SCORES = 150_000
 """Scores of one case: the dense float64 reference takes milliseconds."""
 VALUES = ("normal", "wide", "spike", "constant", "equal keys", "small")
+SMALL = {"float16": 2.0**-14, "bfloat16": 2.0**-14, "float32": 2.0**-130, "float64": 2.0**-1030}
+"""Factors that leave float16, float32 and float64 subnormal."""
+DTYPES = ("float16", "bfloat16") * 2 + ("float32", "float32", "float64", "float64")
+"""From which a case draws: tensor cores of 16 bits serve half of them."""
+
+
+def target() -> str:
+    """The target of this GPU; where there is none, one that serves everything."""
+    if recording.gpu_missing():
+        return "90a"
+    import cupy
+
+    capability = cupy.cuda.Device().compute_capability
+    return compile.target_of((int(capability[:-1]), int(capability[-1])))
+
+
+def most_features(dtype: str, family: str, operation: str = "attention_backward") -> int:
+    """How many features the kernels of a family take here; 0 where they do not know the dtype."""
+    here = target()
+    served = dtype in tiles.dtypes("75" if family == "sm75" else here, family)
+    return tiles.max_head_dim(operation, dtype, here, family) if served else 0
 
 
 def batches_of(q: Shape, k: Shape, v: Shape, key_bias: Shape | None) -> list[Shape]:
@@ -72,7 +96,10 @@ class Case:
         rng = np.random.default_rng(self.seed)
         drawn = {}
         for name, shape in (("q", self.q), ("k", self.k), ("v", self.v), ("do", self.o)):
-            drawn[name] = _values(rng, shape, self.values if name in "qk" else "normal").astype(dtype_of(self.dtype))
+            # Where the range allows it v is small too, half of the time, and o with it.
+            small = self.values == "small" and name == "v" and self.dtype in ("float32", "float64") and self.seed % 2
+            kind = self.values if name in "qk" or small else "normal"
+            drawn[name] = _values(rng, shape, kind, self.dtype).astype(dtype_of(self.dtype))
         drawn["dlse"] = rng.standard_normal(self.lse).astype(acc_dtype(self.dtype))
         if self.key_bias is not None:
             bias = 3 * rng.standard_normal(self.key_bias)
@@ -85,7 +112,7 @@ class Case:
         return drawn
 
 
-def _values(rng: np.random.Generator, shape: Shape, kind: str) -> np.ndarray:
+def _values(rng: np.random.Generator, shape: Shape, kind: str, dtype: str) -> np.ndarray:
     x = rng.standard_normal(shape)
     match kind:
         case "wide":
@@ -98,8 +125,8 @@ def _values(rng: np.random.Generator, shape: Shape, kind: str) -> np.ndarray:
             return np.broadcast_to(x[..., :1], shape).copy()
         case "equal keys":
             return np.broadcast_to(x[..., :1, :], shape).copy() if shape[-2] else x
-        case "small":  # float16 has subnormals from 6e-5 down
-            return 2.0**-14 * x
+        case "small":
+            return SMALL[dtype] * x
     return x
 
 
@@ -113,7 +140,11 @@ def _repeat(values: np.ndarray, layout: Layout) -> np.ndarray:
 
 lengths = st.one_of(st.sampled_from(EDGES), st.integers(1, 300), st.integers(100, 300), st.integers(1, 40))
 long_lengths = st.integers(700, 1100)
-head_dims = st.one_of(st.sampled_from(HEAD_DIMS), st.integers(1, 256))
+
+
+def head_dims(most: int) -> st.SearchStrategy[int]:
+    """Numbers of features, often those around the tables' head dims."""
+    return st.one_of(st.sampled_from([d for d in HEAD_DIMS if d <= most]), st.integers(1, most))
 
 
 @st.composite
@@ -172,16 +203,19 @@ def options(draw: st.DrawFn, m: int, n: int, d: int) -> dict[str, Any]:
 @st.composite
 def cases(
     draw: st.DrawFn,
-    dtypes: tuple[str, ...] = ("float16", "bfloat16"),
+    family: str = "sm80",
+    operation: str = "attention_backward",
     grouped: bool | None = None,
     with_layouts: bool = True,
 ) -> Case:
-    """Any valid call; few long ones, because a reference is dense."""
+    """Any valid call that kernels of the family serve; few long ones, because a reference is dense."""
+    dtype = draw(st.sampled_from([dtype for dtype in DTYPES if most_features(dtype, family)]))
+    features = head_dims(most_features(dtype, family, operation))
     long = draw(st.integers(0, 19)) == 19
     m = draw(long_lengths if long and draw(st.booleans()) else lengths)
     n = draw(st.one_of(st.just(m), long_lengths if long else lengths))
-    d = draw(head_dims)
-    e = {"like d": d, "none": 0}.get(draw(st.sampled_from(VALUE_DIMS)), draw(head_dims))
+    d = draw(features)
+    e = {"like d": d, "none": 0}.get(draw(st.sampled_from(VALUE_DIMS)), draw(features))
     if grouped is None:
         grouped = draw(st.integers(0, 3)) == 3
     axes = draw(st.integers(0, 1 if grouped else 3))
@@ -216,8 +250,11 @@ def cases(
     chosen = draw(options(m, n, d))
     if grouped:
         chosen["grouped_heads"] = True
+    precision = draw(st.sampled_from(tiles.precisions(dtype, family)))
+    if precision is not None:
+        chosen["precision"] = precision
     case = Case(
-        dtype=draw(st.sampled_from(dtypes)), q=q, k=k, v=v, key_bias=key_bias, options=chosen, layouts={},
+        dtype=dtype, q=q, k=k, v=v, key_bias=key_bias, options=chosen, layouts={},
         values=draw(st.sampled_from(VALUES)), seed=draw(st.integers(0, 2**32 - 1)),
     )  # fmt: skip
     if not with_layouts:

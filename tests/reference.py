@@ -22,6 +22,61 @@ Float64 = NDArray[np.float64]
 
 TRUNCATION = 2.0**-23
 """What one step of a tensor core's float32 accumulation loses of its accumulator at most."""
+SPLIT = 3 * 2.0**-21
+"""What three TF32 products lose of a float32 product at most.
+
+x = hi + lo with hi the leading 11 bits: |lo| < 2^-10 |x| is a whole number, below 2^13, of units in the last place of
+x. Rounded to 11 bits it is off by two such units, 2^-22 |x|, in either factor; lo lo, left out, is 2^-20 |a b|.
+"""
+TF32_ROUNDOFF = 2.0**-11
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """What a kernel's products of float32 or float64 matrices lose, beside what the host specification loses.
+
+    ``product`` is lost of each product; each step of a sum, of ``depth`` terms, loses ``unit`` of the sum. Where there
+    are ``chains``, sums over features and sums over rows or keys, whose every ``depth`` terms take ``passes`` steps,
+    start anew after so many times ``depth`` terms, and ordinary additions join the parts. Of a number below ``tiny`` as
+    much is lost as of ``tiny`` itself. Where the reference is no more exact than the kernel, everything counts
+    ``sides`` times.
+    """
+
+    product: float
+    unit: float
+    depth: int
+    tiny: float
+    passes: int = 1
+    chains: tuple[int, int] | None = None
+    sides: int = 1
+
+    def score(self, d: int) -> float:
+        """Error of a sum over features. Small products have a sum of their own, 2^-10 of the other: one step more."""
+        return self._sum(d, 1, self.chains and self.chains[0]) + (self.unit if self.passes > 1 else 0.0)
+
+    def total(self, length: int) -> float:
+        """Error of a sum over rows or keys."""
+        return self._sum(length, self.passes, self.chains and self.chains[1])
+
+    def _sum(self, length: int, passes: int, chain: int | None) -> float:
+        steps = math.ceil(length / self.depth)
+        if chain is None:
+            return self.sides * (self.product + steps * self.unit)
+        joined = (math.ceil(steps / chain) + 1) * unit_roundoff(np.float32)
+        return self.product + passes * min(steps, chain) * self.unit + joined
+
+
+def arithmetic(dtype: Any, family: str, precision: str | None = None, chains: tuple[int, int] = (8, 4)) -> Arithmetic:
+    """How kernels of a family multiply float32 or float64; ``chains`` are those of gemm_tf32.cuh."""
+    if np.dtype(dtype) == np.float64:  # DMMA rounds every step as an FMA does; the reference sums in float64 too
+        return Arithmetic(0.0, unit_roundoff(np.float64), 1, float(np.finfo(np.float64).tiny), sides=2)
+    if family == "sm75":
+        return Arithmetic(0.0, unit_roundoff(np.float32), 1, float(np.finfo(np.float32).tiny))
+    # Subnormals of TF32 are multiples of 2^-136: operands are off by 2^-137, which is 2^-11 of 2^-126, and a third of
+    # SPLIT * 2^-116.
+    if precision == "tf32":
+        return Arithmetic(2 * TF32_ROUNDOFF + TF32_ROUNDOFF**2, TRUNCATION, 8, 2.0**-126, chains=chains)
+    return Arithmetic(SPLIT, TRUNCATION, 8, 2.0**-116, passes=3, chains=chains)
 
 
 @dataclass(frozen=True)
@@ -45,6 +100,12 @@ class Dense:
         products = self.scale * (self.q @ self.k.swapaxes(-1, -2))
         scores = np.concatenate([self.s.ravel(), np.where(np.isneginf(self.s), 0, products).ravel()])
         return float(np.max(np.abs(scores[np.isfinite(scores)]), initial=0))
+
+    @property
+    def max_abs_products(self) -> float:
+        """Largest sum of the magnitudes of the products that make a score, of scores that are not hidden."""
+        products = abs(self.scale) * (np.abs(self.q) @ np.abs(self.k).swapaxes(-1, -2))
+        return largest(np.where(np.isneginf(self.s), 0, products))
 
 
 @dataclass(frozen=True)
@@ -121,6 +182,26 @@ def dense(
         return Dense(q, k, v, bias, scale, s, np.broadcast_to(slope, s.shape), p, lse, p @ v)
 
 
+def in_long_double(q: Any, k: Any, v: Any, do: Any) -> dict[str, NDArray[np.longdouble]]:
+    """Results of both passes without options, for operands whose own roundings in float64 would count. Slow."""
+    q, k, v, do = (np.asarray(x).astype(np.longdouble) for x in (q, k, v, do))
+    scale = 1 / np.sqrt(np.longdouble(q.shape[-1]))
+    s = scale * (q @ k.swapaxes(-1, -2))
+    top = s.max(axis=-1, keepdims=True)
+    p = np.exp(s - top)
+    total = p.sum(axis=-1, keepdims=True)
+    p /= total
+    dp = do @ v.swapaxes(-1, -2)
+    ds = p * (dp - np.sum(p * dp, axis=-1, keepdims=True))
+    return {
+        "o": p @ v,
+        "lse": (top + np.log(total))[..., 0],
+        "dq": scale * (ds @ k),
+        "dk": scale * (ds.swapaxes(-1, -2) @ q),
+        "dv": p.swapaxes(-1, -2) @ do,
+    }
+
+
 def attention(q: Any, k: Any, v: Any = None, **options: Any) -> tuple[Float64, Float64]:
     """o of shape (*batch, m, e) and lse of shape (*batch, m)."""
     result = dense(q, k, v, **options)
@@ -139,21 +220,35 @@ def gradients(
     return _combine(r, ds, r.p.swapaxes(-1, -2) @ do, q, k, v, options)
 
 
-def bounds(do: Any, q: Any, k: Any, v: Any = None, *, dlse: Any = None, **options: Any) -> Results:
+def bounds(
+    do: Any,
+    q: Any,
+    k: Any,
+    v: Any = None,
+    *,
+    dlse: Any = None,
+    tiny: float = 0.0,
+    by_terms: bool = False,
+    **options: Any,
+) -> Results:
     """What errors are measured against, each the maximum over the elements of a result.
 
     The sums that make an element, with every term taken by magnitude: errors of rounding are small against these, not
-    against a result that the terms may cancel to. lse is measured against 1.
+    against a result that the terms may cancel to. lse is measured against 1. ``by_terms`` takes the terms of o by
+    magnitude, too; with ``tiny`` every operand of a product counts for that much more.
     """
     r = dense(q, k, v, **options)
-    do = np.zeros_like(r.o) if do is None else np.abs(as_float64(do))
+    do = np.zeros_like(r.o) if do is None else np.abs(as_float64(do)) + tiny
     dlse = np.zeros_like(r.lse) if dlse is None else np.abs(as_float64(dlse))
-    spread = do @ np.abs(r.v).swapaxes(-1, -2) + (np.sum(do * np.abs(r.o), axis=-1) + dlse)[..., None]
+    values = np.abs(r.v) + tiny
+    o = r.p @ values if by_terms else np.abs(r.o)
+    spread = do @ values.swapaxes(-1, -2) + (np.sum(do * o, axis=-1) + dlse)[..., None]
     # The softcap's slope is at most 1 and left out: its own rounding errors are not small against itself.
-    magnitudes = replace(r, q=np.abs(r.q), k=np.abs(r.k), scale=abs(r.scale), slope=np.ones_like(r.s))
-    sums = _combine(magnitudes, r.p * spread, r.p.swapaxes(-1, -2) @ do, q, k, v, options)
+    magnitudes = replace(r, q=np.abs(r.q) + tiny, k=np.abs(r.k) + tiny, scale=abs(r.scale), slope=np.ones_like(r.s))
+    seen = tiny * ~np.isneginf(r.s)
+    sums = _combine(magnitudes, r.p * spread + seen, (r.p + seen).swapaxes(-1, -2) @ do, q, k, v, options)
     dq, dk, dv, dkey_bias = (None if x is None else largest(x) for x in sums)
-    return Results(None if v is None else largest(r.v), 1.0, dq, dk, dv, dkey_bias)
+    return Results(None if v is None else largest(values), 1.0, dq, dk, dv, dkey_bias)
 
 
 def budget(dtype: Any, max_abs_score: float, accumulate: Any = None) -> float:
@@ -172,36 +267,83 @@ def kernel_budget(
     tile: tuple[int, int],
     dlse: Any = None,
     mma_depth: int = 16,
+    products: Arithmetic | None = None,
     **options: Any,
 ) -> Results:
     """Normwise error that a kernel of this tile may have in each result; do None where it runs no backward.
 
     Derived: twice the error of the host specification in the same tiles when it rounds P and dS where the kernel does
     (and starts the backward from a rounded o); one more rounding of P or dS that falls to the other side, which in a
-    small problem the host may have been lucky with; `budget` for the float32 arithmetic around the matmuls and the
-    rounding of the result; and what the tensor cores truncate in chains of steps `mma_depth` deep.
+    small problem the host may have been lucky with; `budget` for the arithmetic around the matmuls and the rounding of
+    the result; and what the matmuls lose. That is, of 16-bit operands, what tensor cores truncate in chains of steps
+    `mma_depth` deep; float32 and float64 have ``products`` (`arithmetic`).
     """
     dtype = np.dtype(q.dtype)
     r = dense(q, k, v, **options)
     measure = bounds(do, q, k, v, dlse=dlse, **options)
     exact = Results(r.o, r.lse, *gradients(do, q, k, v, dlse=dlse, **options))
     host = _host_results(do, q, k, v, dlse, tile, options, exact)
-    m, n, d, e = r.q.shape[-2], r.k.shape[-2], r.q.shape[-1], r.v.shape[-1]
-    chains = {"o": n, "lse": 0, "dq": n + e, "dkey_bias": e}
-    chains["dk"], chains["dv"] = (m * _sharing(x.shape, r) + e for x in (k, k if v is None else v))
-    score_error = 2 * math.ceil(d / mma_depth) * TRUNCATION * r.max_abs_score
-    float32_error = budget(np.float32, r.max_abs_score)
+    if products is None:
+        lost = _lost_by_16_bits(r, k, v, mma_depth)
+    else:
+        lost = _lost_by_products(do, q, k, v, dlse, options, r, measure, products)
+    wide = dtype == np.float64
+    # In float64 the reference rounds as much as a kernel does.
+    around = 2 * budget(dtype, r.max_abs_score) if wide else budget(np.float32, r.max_abs_score)
     limits = {}
     for name, result in host.present().items():
         unrounded = name in ("lse", "dkey_bias")
         bound = getattr(measure, name)
         with np.errstate(invalid="ignore"):  # lse of rows without a key: -inf less -inf
             own = largest(result - getattr(exact, name)) / bound if bound else 0.0
-        flip = 0.0 if unrounded else 2 * unit_roundoff(dtype) * largest(r.p)
-        chain = math.ceil(chains[name] / mma_depth) * TRUNCATION
+        flip = 2 * unit_roundoff(dtype) * largest(r.p) if dtype.itemsize == 2 and not unrounded else 0.0
         rounding = 0.0 if unrounded else unit_roundoff(dtype)
-        limits[name] = 2 * own + flip + score_error + chain + float32_error + rounding
+        limits[name] = 2 * own + flip + lost[name] + around + rounding
     return Results(**limits)
+
+
+def _lost_by_16_bits(r: Dense, k: Any, v: Any, mma_depth: int) -> dict[str, float]:
+    """What tensor cores truncate, in units of `bounds`."""
+    m, n, d, e = r.q.shape[-2], r.k.shape[-2], r.q.shape[-1], r.v.shape[-1]
+    chains = {"o": n, "lse": 0, "dq": n + e, "dkey_bias": e}
+    chains["dk"], chains["dv"] = (m * _sharing(x.shape, r) + e for x in (k, k if v is None else v))
+    score_error = 2 * math.ceil(d / mma_depth) * TRUNCATION * r.max_abs_score
+    return {name: score_error + math.ceil(chain / mma_depth) * TRUNCATION for name, chain in chains.items()}
+
+
+def _lost_by_products(
+    do: Any, q: Any, k: Any, v: Any, dlse: Any, options: dict[str, Any], r: Dense, measure: Results, by: Arithmetic
+) -> dict[str, float]:
+    """What products of float32 or float64 lose, in units of `bounds`.
+
+    An error x of the scores is one of x in lse and of e^2x - 1 in every p. o is a sum of p v; delta, a sum of do o that
+    eight lanes share, takes over o's error, relative to the terms of o; dS = p (dp - delta) has the errors of p, of dp
+    and of delta, and is then summed.
+    """
+    m, n, d, e = r.q.shape[-2], r.k.shape[-2], r.q.shape[-1], r.v.shape[-1]
+    score = by.score(d) * r.max_abs_products
+    p = math.expm1(min(2 * score, 40.0))
+    o = _both(p, by.total(n))
+    delta = unit_roundoff(np.float64) * (e + e / 8 + 3) if by.sides == 2 else unit_roundoff(np.float32) * (e / 8 + 3)
+    ds = _both(p, by.score(e) + delta + o)
+    dk, dv = (by.total(m * _sharing(x.shape, r)) for x in (k, k if v is None else v))
+    relative = {"o": o, "dq": _both(ds, by.total(n)), "dk": _both(ds, dk), "dv": _both(p, dv), "dkey_bias": ds}
+    terms = bounds(do, q, k, v, dlse=dlse, by_terms=True, **options)
+    small = bounds(do, q, k, v, dlse=dlse, by_terms=True, tiny=by.tiny, **options)
+    # Below the normal numbers of its dtype every step and the multiplication by the scale round by the same amount.
+    step = float(np.finfo(np.float64 if by.sides == 2 else np.float32).smallest_subnormal)
+    steps = step * max(1.0, abs(r.scale)) * (n + m * _sharing(k.shape, r))
+    lost = {"lse": score}
+    for name, error in relative.items():
+        bound, summed, raised = (getattr(x, name) or 0.0 for x in (measure, terms, small))
+        floor = by.sides * max(by.product, by.unit) * (raised - summed) + steps
+        lost[name] = (error * summed + floor) / bound if bound else 0.0
+    return lost
+
+
+def _both(a: float, b: float) -> float:
+    """The relative error of what has two of them."""
+    return (1 + a) * (1 + b) - 1
 
 
 def unit_roundoff(dtype: Any) -> float:
@@ -276,7 +418,7 @@ def _split_heads(x: Any, heads: int) -> Any:
 def _host_results(
     do: Any, q: Any, k: Any, v: Any, dlse: Any, tile: tuple[int, int], options: dict[str, Any], exact: Results
 ) -> Results:
-    """The host specification's float32 results when it rounds P, dS and o to the dtype of the operands."""
+    """The host specification's unrounded results when it rounds P, dS and o to the dtype of the operands."""
     from cuflash import host, score
 
     inputs: list[Any] = [q, k, v, do, dlse, options.get("key_bias")]
@@ -301,10 +443,11 @@ def _host_results(
     batch = np.broadcast_shapes(
         *(x.shape[:-2] for x in (q, k, v) if x is not None), () if bias is None else bias.shape[:-1]
     )
-    o = None if v is None else np.empty((*batch, q.shape[-2], v.shape[-1]), np.float32)
-    lse = np.empty((*batch, q.shape[-2]), np.float32)
+    wide = np.float64 if dtype == np.float64 else np.float32
+    o = None if v is None else np.empty((*batch, q.shape[-2], v.shape[-1]), wide)
+    lse = np.empty((*batch, q.shape[-2]), wide)
     host.forward(q, k, v, bias, o, lse, **settings)
-    grads = [None if x is None else np.empty(x.shape, np.float32) for x in (q, k, v, bias)]
+    grads = [None if x is None else np.empty(x.shape, wide) for x in (q, k, v, bias)]
     if do is not None or dlse is not None:
         host.backward(q, k, v, bias, do, None if o is None else o.astype(dtype), lse, dlse, *grads, **settings)
     else:

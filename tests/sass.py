@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 # "        /*0040*/              @P0 LDGSTS.E.BYPASS.128 [R5], [R2.64] ;": address, perhaps a predicate, opcode.
-_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", re.MULTILINE)
+_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Za-z0-9_.]*)", re.MULTILINE)
 
 
 def nvdisasm() -> str | None:
@@ -20,10 +20,18 @@ def nvdisasm() -> str | None:
     return str(packaged[-1]) if packaged else shutil.which("nvdisasm")
 
 
-def opcodes(cubin: Path) -> Counter[str]:
-    """How often each opcode occurs, its modifiers left out: ``{"HMMA": 128, "LDGSTS": 24, ...}``."""
+class Opcodes(Counter[str]):
+    """How often each opcode occurs with its modifiers: ``{"HMMA.16816.F32": 128, "LDGSTS.E.BYPASS.128": 24, ...}``."""
+
+    def count(self, name: str) -> int:
+        """How often an opcode occurs with at least these leading modifiers."""
+        return sum(count for opcode, count in self.items() if f"{opcode}.".startswith(f"{name}."))
+
+
+def opcodes(cubin: Path) -> Opcodes:
+    """The instructions of a cubin."""
     tool = nvdisasm()
     if tool is None:  # no skip: what has not been looked at is not proven
         raise RuntimeError('nvdisasm is missing: pip install "nvidia-cuda-nvdisasm==13.*"')
     text = subprocess.run([tool, "-c", cubin], check=True, capture_output=True, text=True).stdout
-    return Counter(_INSTRUCTION.findall(text))
+    return Opcodes(_INSTRUCTION.findall(text))

@@ -95,6 +95,8 @@ def test_absent_and_unable_peers_say_why() -> None:
             assert reason is not None and reason.endswith("is not installed")
     assert PEERS["fa4"].refusal(half, "lse") == "has no lse"
     assert PEERS["fa4"].refusal(problems.full("float64")[0], "forward") == "has no float64"
+    tf32 = Problem(dtype="float32", head_dim=64, batch=1, heads=1, seqlen=8, precision="tf32")
+    assert PEERS["sdpa_efficient"].refusal(tf32, "forward") == "has no precision"
     biased = Problem(dtype="float16", head_dim=64, batch=1, heads=1, seqlen=8, key_bias=True, softcap=2.0)
     assert PEERS["sdpa_flash"].refusal(biased, "forward") == "has no softcap, key_bias"
     assert PEERS["cuflash"].modes_of("forward") == ("default",)
@@ -238,6 +240,20 @@ def test_ratios_are_of_the_latest_run_and_means_geometric() -> None:
     assert report.geometric_mean([1, 4]) == pytest.approx(2)
     text = report.terminal(table)
     assert re.search(r"sdpa_flash\s+0.800", text)
+
+
+def test_tf32_is_told_from_float32() -> None:
+    """A precision is not compared with, nor drawn over, the dtype's own."""
+    table = []
+    for precision, ours in ((None, 40.0), ("tf32", 120.0)):
+        for p in problems.full("float32"):
+            values = p.columns() | {"run": "2026-01-01T00:00:00+00:00", "device": "NVIDIA H200", "versions": {}}
+            for peer, tflops in (("cuflash", ours), ("sdpa_math", 20.0)):
+                more = {"op": "forward", "peer": peer, "mode": "default", "ms": 1.0, "tflops": tflops}
+                table.append(rows.row(values | more | {"precision": precision}))
+    means = report.means(report.ratios(table))
+    assert {key[1]: round(by_peer["sdpa_math"][0], 9) for key, by_peer in means.items()} == {"float32": 2, "tf32": 6}
+    assert {key[1]: speed for key, speed in report.speeds(table).items()} == {"float32": 40, "tf32": 120}
 
 
 def test_the_section_lands_between_the_markers(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pickle
+import struct
 import sys
 import threading
 import types
@@ -25,7 +26,6 @@ from cuflash import compile, params, tiles
 from cuflash.compile import CompileError, Variant
 
 CASES = [("sm75", "75"), ("sm75", "90a")] + [("sm80", target) for target in ("80", "86", "89", "90a", "120")]
-FULL_ROWS = ("75", "80", "86")  # the first target of each table
 MATMULS = ("attention_forward", "attention_backward")
 
 
@@ -33,7 +33,7 @@ MATMULS = ("attention_forward", "attention_backward")
 def tiny_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tiny.write_kernels(tmp_path / "kernels")
     monkeypatch.setattr(compile, "kernels_dir", lambda: folder)
-    monkeypatch.setattr(params, "static_asserts", lambda: "")
+    monkeypatch.setattr(params, "static_asserts", lambda dtype: "")
     monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path / "store"))
     return folder
 
@@ -51,29 +51,52 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def sample(family: str, target: str) -> list[Variant]:
-    """One variant of each row, or of every second one; which one goes round from target to target."""
+    """One variant of every third row; which row and which variant goes round from target to target."""
     rows: dict[tuple[str, tiles.Tile], list[Variant]] = {}
     for variant in tiles.variants(target, family):
         rows.setdefault((variant.operation, variant.tile), []).append(variant)
     turn = CASES.index((family, target))
-    chosen = [row[(turn + at) % len(row)] for at, row in enumerate(rows.values())]
-    return chosen if target in FULL_ROWS else chosen[turn % 2 :: 2]
+    return [row[(turn + at) % len(row)] for at, row in enumerate(rows.values())][turn % 3 :: 3]
+
+
+def products(variant: Variant) -> str:
+    """The instruction that multiplies matrices."""
+    match tiles.kind(variant.dtype), variant.family:
+        case "16 bits", "sm75":
+            return "HMMA.1688.F32"
+        case "16 bits", _:
+            return "HMMA.16816.F32"
+        case "float32", "sm75":
+            return "FFMA"
+        case "float32", _:
+            return "HMMA.1688.F32.TF32"
+        case _, "sm75":
+            return "DFMA"
+    if variant.target == "90a":
+        return "DMMA.16x8x16"
+    return "DMMA.884" if int(variant.target) < 90 else "DMMA.8x8x4"
 
 
 def faults(variant: Variant) -> list[str]:
     """What is wrong with a compiled variant."""
     used = compile.resources(variant)
-    found = [f"{variant}: spills or local memory: {used}"] if used.spill_bytes or used.stack_bytes else []
-    if variant.operation.startswith(MATMULS) and variant.dtype in ("float16", "bfloat16"):
-        opcodes = sass.opcodes(compile.cubin_path(variant))
-        wanted = ["HMMA", "LDGSTS"] if variant.family == "sm80" and variant.load != "strided" else ["HMMA"]
-        found += [f"{variant}: no {opcode}" for opcode in wanted if not opcodes[opcode]]
-        found += [f"{variant}: {opcodes[opcode]} {opcode}" for opcode in ("LDL", "STL") if opcodes[opcode]]
+    allowed = tiles.SPILLS.get((tiles.kind(variant.dtype), variant.operation, variant.tile.head_dim), 0)
+    found = [f"{variant}: spills or local memory: {used}"] if max(used.spill_bytes, used.stack_bytes) > allowed else []
+    if variant.operation.startswith(MATMULS):
+        opcodes, wide = sass.opcodes(compile.cubin_path(variant)), tiles.kind(variant.dtype) != "16 bits"
+        wanted, unwanted = [products(variant)], [] if allowed else ["LDL", "STL"]
+        # Asynchronous copies move 4 bytes at least: single elements of that size, too.
+        if variant.family == "sm80" and (wide or variant.load != "strided"):
+            wanted.append("LDGSTS")
+        if variant.family == "sm75":
+            unwanted += ["LDGSTS", "DMMA"] + (["HMMA"] if wide else [])
+        found += [f"{variant}: no {opcode}" for opcode in wanted if not opcodes.count(opcode)]
+        found += [f"{variant}: {count} {opcode}" for opcode in unwanted if (count := opcodes.count(opcode))]
     return found
 
 
 def check(variants: list[Variant]) -> None:
-    """No compile errors, no spills, no local memory; tensor cores and asynchronous copies where they belong."""
+    """No compile errors, no spills beyond what a row may; tensor cores and asynchronous copies where they belong."""
     errors = compile.compile_all(variants)
     assert not errors, "\n\n".join(str(error) for error in errors)
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # the work is in the processes of nvdisasm
@@ -83,7 +106,7 @@ def check(variants: list[Variant]) -> None:
 
 @pytest.mark.usefixtures("store")
 @pytest.mark.parametrize(("family", "target"), CASES)
-def test_a_variant_of_every_row_compiles(family: str, target: str) -> None:
+def test_a_variant_of_every_third_row_compiles(family: str, target: str) -> None:
     check(sample(family, target))
 
 
@@ -98,8 +121,15 @@ def test_every_variant_compiles(family: str, target: str, request: pytest.Fixtur
 
 @pytest.mark.parametrize(("family", "target"), [("sm75", "75"), *(("sm80", target) for target in compile.TARGETS[1:])])
 def test_the_tables_stay_small(family: str, target: str) -> None:
+    """A first call compiles one of them; somebody who compiles a target ahead of time waits for all.
+
+    float32 with its two precisions and float64 have fewer load kinds and head dims than 16 bits have: they may add
+    three quarters to what those come to.
+    """
     listed = tiles.variants(target, family)
-    assert 0 < len(listed) <= 150
+    assert 0 < sum(tiles.kind(variant.dtype) == "16 bits" for variant in listed) <= 150
+    assert len(listed) <= 260
+    assert {variant.dtype for variant in listed} == set(tiles.dtypes(target, family))
     names = {variant.name for variant in listed}
     assert len(names) == len(listed) == len(set(listed))
     assert {(variant.family, variant.target) for variant in listed} == {(family, target)}
@@ -115,17 +145,29 @@ def test_a_host_that_packs_another_layout_does_not_compile(monkeypatch: pytest.M
     assert "static assertion failed" in caught.value.log
 
 
-def test_a_host_that_packs_another_size_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(params, "SIZE", params.SIZE + 8)
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_a_host_that_packs_another_size_does_not_compile(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = params.size
+    monkeypatch.setattr(params, "size", lambda operation, dtype: size(operation, dtype) + 8)
     with pytest.raises(CompileError, match="static assertion failed"):
-        compile.build(tiles.variants("80", "sm80")[0])
+        compile.build(next(variant for variant in tiles.variants("80", "sm80") if variant.dtype == dtype))
+
+
+def test_scalars_are_packed_as_the_accumulation_dtype() -> None:
+    """float64 kernels get a scale that float32 would round."""
+    scalars = dict.fromkeys(params.SCALARS, 0.1)
+    tails = {dtype: params.pack_tail({}, dict.fromkeys(params.INTS, 0), scalars, dtype) for dtype in tiles.ITEMSIZE}
+    for dtype, tail in tails.items():
+        assert len(params.pack((), tail)) == params.size("attention_forward", dtype)
+        assert (struct.pack("<d", 0.1) in tail) == (dtype == "float64")
+        assert (struct.pack("<f", 0.1) in tail) == (dtype != "float64")
 
 
 # --- source ------------------------------------------------------------------------------------------------------
 
 
 def test_the_source_is_readable_and_complete(tiny_kernels: Path) -> None:
-    tile = tiles.Tile(64, 96, 128, 32, 2, 8)
+    tile = tiles.Tile(64, 96, 128, 32, 2, 8, 2)
     variant = Variant("attention_forward", "sm80", "90a", "bfloat16", "float32", tile, ("KeyBias",), "8", True, False)
     lines = compile.source(variant).splitlines()
     assert lines[0].endswith(f"kernels_cu sha256 {compile.kernels_digest()}")
@@ -135,15 +177,17 @@ def test_the_source_is_readable_and_complete(tiny_kernels: Path) -> None:
         "using Operand = BFloat16;",
         "using Output = float;",
         "inline constexpr Tile kTile{.head_dim = 64, .value_dim = 96, .block_m = 128, .block_n = 32, .stages = 2, "
-        ".warps = 8};",
-        f"inline constexpr int kSmemBytes = {tile.smem_bytes('attention_forward')};",
+        ".warps = 8, .column_warps = 2, .low_bits = 0};",
+        f"inline constexpr int kSmemBytes = {variant.smem_bytes};",
+        "inline constexpr int kTarget = 90;",
         "inline constexpr LoadKind kLoad = LoadKind::k8;",
         "inline constexpr bool kPrescaled = true;",
         "inline constexpr bool kDeterministic = false;",
+        "inline constexpr bool kTf32 = false;",
         "inline constexpr bool kSoftcap = false, kKeyBias = true;",
         "}",
-        "#define KERNEL attention_forward_sm80_bfloat16_to_float32_d64_e96_m128_n32_s2_w8_load8_keybias_prescaled_"
-        "unordered",
+        "#define KERNEL attention_forward_sm80_bfloat16_to_float32_d64_e96_m128_n32_s2_w8_load8_c2_"
+        "keybias_prescaled_unordered",
         '#include "attention_forward.cu"',
     ]
 
@@ -280,8 +324,8 @@ def test_resources_are_the_compilers(tiny_kernels: Path) -> None:
     forward = Variant(
         "attention_forward", *dataclasses.astuple(tiny.variant())[1:5], tiny.variant().tile, (), "16", False
     )
-    dynamic = forward.tile.smem_bytes("attention_forward")
-    assert compile._resources(forward, log) == (255, 28, 8, 1024 + dynamic)
+    assert forward.smem_bytes > 0
+    assert compile._resources(forward, log) == (255, 28, 8, 1024 + forward.smem_bytes)
 
 
 @pytest.mark.parametrize(("value", "prints"), [("1", True), ("0", False), ("", False)])
@@ -298,13 +342,17 @@ def test_dump(
 # --- loading, with stand-ins for CuPy and the driver -------------------------------------------------------------
 
 
+SIZE = params.size("store", "float16")
+"""Bytes of the parameters of the variants of tiny.py."""
+
+
 class Device:
     """Stand-ins for the parts of CuPy and of the driver that loading a kernel uses."""
 
     def __init__(self) -> None:
         self.capturing = False
         self.loaded: list[tuple[str, str]] = []
-        self.sizes: list[int] = [params.SIZE]
+        self.sizes: list[int] = [SIZE]
         self.function: Any = None
 
     def raw_module(self, *, path: str) -> Any:
@@ -344,7 +392,7 @@ def device(tiny_kernels: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Devi
 
 
 def test_a_kernel_is_loaded_once(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles.Tile, "smem_bytes", lambda tile, operation: 98304)
+    monkeypatch.setattr(tiles.Tile, "smem_bytes", lambda tile, *of: 98304)
     variant = tiny.variant()
     assert compile.kernel(variant, 0) is compile.kernel(tiny.variant(), 0) is device.function
     assert device.loaded == [(str(compile.cubin_path(variant)), variant.name)]
@@ -364,10 +412,10 @@ def test_a_cold_kernel_under_capture(device: Device) -> None:
     assert compile.kernel(tiny.variant(), 0) is warm
 
 
-@pytest.mark.parametrize("sizes", [[], [params.SIZE - 8], [params.SIZE, 8]], ids=["none", "smaller", "two"])
+@pytest.mark.parametrize("sizes", [[], [SIZE - 8], [SIZE, 8]], ids=["none", "smaller", "two"])
 def test_parameters_that_the_host_does_not_pack(sizes: list[int], device: Device) -> None:
     device.sizes = sizes
-    with pytest.raises(RuntimeError, match=f"one parameter of {params.SIZE} bytes"):
+    with pytest.raises(RuntimeError, match=f"one parameter of {SIZE} bytes"):
         compile.kernel(tiny.variant(), 0)
 
 

@@ -342,9 +342,9 @@ OTHERS: list[tuple[str, Any, type[Exception], tuple[str, ...]]] = [
     ("by name", lambda: cuflash.attention(q=Q, k=K, v=V), TypeError, ("positional",)),
     (
         "not built",
-        lambda: cuflash.attention(gpu(3, 4, dtype=F8), gpu(5, 4, dtype=F8), gpu(5, 6, dtype=F8)),
+        lambda: cuflash.attention(gpu(3, 257), gpu(5, 257), gpu(5, 6)),
         NotImplementedError,
-        ("float64",),
+        ("at most 256 features", "d = 257"),
     ),
     (
         "device out",

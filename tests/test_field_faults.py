@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from backends import (
     GPU,
+    HOST,
     Backend,
     acc_dtype,
     dtype_of,
@@ -27,6 +28,7 @@ from checks import (
     check,
     compiled_kernels,  # noqa: F401 - a fixture
     finite,
+    rounding,
     run,
     unit_roundoff,
 )
@@ -92,7 +94,7 @@ def test_b02_rows_without_keys_at_the_edge_of_a_tile(backend: Backend, dtype: st
     rest = run(backend, q[rows], k, v, **alone)
     scale = np.abs(v.astype(np.float64)).max()
     np.testing.assert_allclose(
-        got.o[rows].astype(np.float64), rest.o.astype(np.float64), rtol=0, atol=4 * unit_roundoff(dtype) * scale
+        got.o[rows].astype(np.float64), rest.o.astype(np.float64), rtol=0, atol=rounding(backend, dtype, n) * scale
     )
 
 
@@ -112,7 +114,7 @@ def test_b03_a_finite_bias_is_not_a_mask(backend: Backend, dtype: str, bias: flo
         np.testing.assert_allclose(got.lse, plain.lse + value, rtol=0, atol=0.02)
     else:
         mean = np.broadcast_to(v.astype(np.float64).mean(0), v.shape)
-        np.testing.assert_allclose(got.o.astype(np.float64), mean, rtol=0, atol=8 * unit_roundoff(dtype))
+        np.testing.assert_allclose(got.o.astype(np.float64), mean, rtol=0, atol=2 * rounding(backend, dtype, n))
         np.testing.assert_allclose(got.lse, value, rtol=1e-6)
 
 
@@ -124,7 +126,9 @@ def test_b04_scores_below_any_finite_sentinel(backend: Backend, dtype: str, n: i
     k = np.full((n, d), -64).astype(dtype_of(dtype))
     v = np.repeat(np.arange(n)[:, None], d, 1).astype(dtype_of(dtype))
     got = run(backend, q, k, v)
-    assert (got.o.astype(np.float64) == (n - 1) / 2).all()
+    # On a GPU p is 2 to what an FMA leaves of the exponent, not 1: o is exact once it is rounded to 16 bits.
+    exact = backend is HOST or dtype.endswith("16")
+    np.testing.assert_allclose(got.o.astype(np.float64), (n - 1) / 2, rtol=0 if exact else rounding(backend, dtype, n))
     np.testing.assert_allclose(got.lse, -524288 / math.sqrt(d) + math.log(n), rtol=3e-7)
 
 
@@ -147,9 +151,11 @@ def test_b06_scores_and_sums_beyond_float16(backend: Backend, dtype: str) -> Non
     do = np.ones((m, d), dtype_of(dtype))
     got = run(backend, q, k, v, do)
     want = float(v[0, 0])
-    np.testing.assert_allclose(got.o.astype(np.float64), want, rtol=2 * unit_roundoff(dtype) + 1e-6)
+    np.testing.assert_allclose(got.o.astype(np.float64), want, rtol=rounding(backend, dtype, n) + 1e-6)
     np.testing.assert_allclose(got.lse, 204800 / math.sqrt(d) + math.log(n), rtol=1e-6)
-    np.testing.assert_allclose(got.dv.astype(np.float64), m / n, rtol=4 * unit_roundoff(dtype) + 1e-4)
+    # p is exp of a difference of numbers around 18102, each with its rounding.
+    exponent = 2 * 18102 * unit_roundoff(acc_dtype(dtype))
+    np.testing.assert_allclose(got.dv.astype(np.float64), m / n, rtol=4 * unit_roundoff(dtype) + exponent)
     assert finite((got.dq, got.dk))
 
 
@@ -164,7 +170,7 @@ def test_b08_padding_keys_are_not_scored_in_the_backward(backend: Backend, dtype
     assert finite(got)
     want = do.astype(np.float64).sum(0) / n
     bound = np.abs(do.astype(np.float64)).sum(0).max() / n
-    assert np.abs(got.dv.astype(np.float64) - want).max() <= 4 * unit_roundoff(dtype) * bound + 1e-6
+    assert np.abs(got.dv.astype(np.float64) - want).max() <= rounding(backend, dtype, m) * bound + 1e-6
 
 
 @both_dtypes
@@ -173,7 +179,8 @@ def test_b09_backward_of_a_single_token(backend: Backend, dtype: str) -> None:
     q, k, v = (normal(rng, (1, 1, 16), dtype, 3) for _ in range(3))
     do = np.ones((1, 1, 16), dtype_of(dtype))
     got = check(backend, q, k, v, do)
-    np.testing.assert_allclose(got.dv.astype(np.float64), 1, rtol=0 if dtype.endswith("16") else 1e-6)
+    # p is 1 but for the rounding of lse, a score of up to 40.
+    np.testing.assert_allclose(got.dv.astype(np.float64), 1, rtol=0 if dtype.endswith("16") else 40 * 2.0**-22)
     assert np.abs(got.dq.astype(np.float64)).max() <= 1e-3
     assert np.abs(got.dk.astype(np.float64)).max() <= 1e-3
 
@@ -209,7 +216,7 @@ def test_b11_causal_with_more_queries_than_keys(backend: Backend, dtype: str) ->
     got = check(backend, q, k, v, do, causal=True, align="bottom-right")
     assert (got.o[:3] == 0).all() and (got.lse[:3] == -np.inf).all() and (got.dq[:3] == 0).all()
     assert np.isfinite(got.lse[3:]).all()
-    np.testing.assert_allclose(got.o[3].astype(np.float64), v[0].astype(np.float64), rtol=1e-6)
+    np.testing.assert_allclose(got.o[3].astype(np.float64), v[0].astype(np.float64), rtol=rounding(backend, dtype, 1))
 
 
 @both_dtypes
@@ -219,8 +226,8 @@ def test_b11_only_the_last_row_sees_the_only_key(backend: Backend, dtype: str, m
     q, k, v = normal(rng, (m, 32), dtype), normal(rng, (1, 32), dtype), normal(rng, (1, 32), dtype)
     got = run(backend, q, k, v, np.ones((m, 32), dtype_of(dtype)), causal=True, align="bottom-right")
     assert (got.o[:-1] == 0).all()
-    np.testing.assert_allclose(got.o[-1].astype(np.float64), v[0].astype(np.float64), rtol=1e-6)
-    np.testing.assert_allclose(got.dv.astype(np.float64), 1, rtol=1e-6)
+    np.testing.assert_allclose(got.o[-1].astype(np.float64), v[0].astype(np.float64), rtol=rounding(backend, dtype, 1))
+    np.testing.assert_allclose(got.dv.astype(np.float64), 1, rtol=1e-6 if backend is HOST else 1e-5)
     assert np.abs(got.dq.astype(np.float64)).max() <= 1e-3 and np.abs(got.dk.astype(np.float64)).max() <= 1e-3
 
 
@@ -257,7 +264,7 @@ def test_b12_equal_windows(backend: Backend, dtype: str) -> None:
     for window in ((None, 0), (5, 0)):
         assert same_bits(run(backend, q, k, v, window=window).o, causal.o)
     own = run(backend, q, k, v, window=(0, 0)).o.astype(np.float64)
-    np.testing.assert_allclose(own, v.astype(np.float64), rtol=0 if dtype.endswith("16") else 1e-6)
+    np.testing.assert_allclose(own, v.astype(np.float64), rtol=0 if dtype.endswith("16") else rounding(backend, dtype))
 
 
 @both
@@ -276,7 +283,7 @@ def test_b14_padding_keys_weigh_nothing(backend: Backend, dtype: str, d: int, n:
     q, k = (np.full((n, d), x).astype(dtype_of(dtype)) for x in (a, -a))
     v, do = np.ones((n, d), dtype_of(dtype)), normal(RNG(14), (n, d), dtype)
     got = check(backend, q, k, v, do)
-    np.testing.assert_allclose(got.o.astype(np.float64), 1, atol=4 * unit_roundoff(dtype) + 4e-6)
+    np.testing.assert_allclose(got.o.astype(np.float64), 1, atol=rounding(backend, dtype, n) + 4e-6)
     score = -math.sqrt(d) * float(q[0, 0]) ** 2
     np.testing.assert_allclose(got.lse, score + math.log(n), rtol=1e-5)
 
@@ -323,7 +330,8 @@ def test_b16_non_finite_values_at_masked_positions(
     np.testing.assert_allclose(got.lse[rows], clean.lse[rows], rtol=1e-6, atol=1e-6)
     for row, want in zip(got.o[rows].astype(np.float64), clean.o[rows].astype(np.float64), strict=True):
         # The weight of the key is 0: the row is clean where its block is skipped, else what 0 * NaN is.
-        assert np.isnan(row).all() or np.abs(row - want).max() <= 4 * unit_roundoff(dtype) * np.abs(want).max() + 1e-6
+        off = np.abs(row - want).max()
+        assert np.isnan(row).all() or off <= rounding(backend, dtype) * np.abs(want).max() + 1e-6
     assert "NaN" in (cuflash.attention.__doc__ or "")
 
 
@@ -382,7 +390,8 @@ def test_b41_softcap(backend: Backend, dtype: str, cap: float | None) -> None:
     assert (got.o[0].astype(np.float64) == v[0].astype(np.float64)).all() or not dtype.endswith("16")
     if cap == 1e6:
         plain = run(backend, q, k, v, do, causal=True)
-        tolerance = 8 * unit_roundoff(dtype) + 1e-6
+        # The softcap's division, tanh and product each round a score of up to 30, which the cap makes 1e-8 smaller.
+        tolerance = 8 * unit_roundoff(dtype) + 360 * unit_roundoff(acc_dtype(dtype)) + 4e-8
         np.testing.assert_allclose(got.o.astype(np.float64), plain.o.astype(np.float64), atol=tolerance)
 
 
@@ -423,7 +432,7 @@ def test_b47_b50_any_finite_scale(backend: Backend, dtype: str, scale: Any) -> N
     assert not any(np.isnan(x.astype(np.float64)).any() for x in (got.dq, got.dk))
     if abs(scale) <= 1e-30:
         means = np.cumsum(v.astype(np.float64), 0) / np.arange(1, 6)[:, None]
-        np.testing.assert_allclose(got.o.astype(np.float64), means, atol=4 * unit_roundoff(dtype))
+        np.testing.assert_allclose(got.o.astype(np.float64), means, atol=rounding(backend, dtype, 5))
         np.testing.assert_allclose(got.lse, np.log(np.arange(1, 6)), atol=1e-6)
         largest = max(np.abs(x.astype(np.float64)).max() for x in (got.dq, got.dk))
         assert largest == 0 if scale == 0 else largest <= 1e-28
@@ -433,7 +442,7 @@ def test_b47_b50_any_finite_scale(backend: Backend, dtype: str, scale: Any) -> N
         mirrored = run(backend, -q, k, v, do, causal=True, scale=1)
         np.testing.assert_allclose(got.lse, mirrored.lse, rtol=1e-6, atol=1e-6)
         np.testing.assert_allclose(
-            got.o.astype(np.float64), mirrored.o.astype(np.float64), atol=4 * unit_roundoff(dtype)
+            got.o.astype(np.float64), mirrored.o.astype(np.float64), atol=rounding(backend, dtype, 5)
         )
 
 

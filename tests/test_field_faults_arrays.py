@@ -30,6 +30,8 @@ from checks import (
     both_dtypes,
     check,
     compiled_kernels,  # noqa: F401 - a fixture
+    need_features,
+    rounding,
     run,
     unit_roundoff,
 )
@@ -73,6 +75,8 @@ DIMS = (1, 8, 33, 40, 72, 80, 96, 104, 160, 192, 256)
 @both_dtypes
 @pytest.mark.parametrize("d", DIMS)
 def test_b20_head_dims_off_the_grain(backend: Backend, dtype: str, d: int) -> None:
+    if backend is GPU:
+        need_features(d, dtype)
     rng = RNG(20)
     q, k, v, do = (normal(rng, (2, 97, d), dtype) for _ in range(4))
     x = [put(backend, a) for a in (q, k, v)]
@@ -96,13 +100,14 @@ def test_b20_the_host_serves_any_head_dim(dtype: str) -> None:
 
 
 @gpu
+@pytest.mark.parametrize("dtype", GPU.dtypes)
 @pytest.mark.parametrize(("d", "e"), [(257, 64), (64, 257), (512, 512)])
-def test_b20_head_dims_above_the_limit_of_a_gpu(d: int, e: int) -> None:
-    q, k, v = (put(GPU, np.ones((3, f), np.float16)) for f in (d, d, e))
-    with pytest.raises(NotImplementedError, match="256"):
+def test_b20_head_dims_above_the_limit_of_a_gpu(d: int, e: int, dtype: str) -> None:
+    q, k, v = (put(GPU, np.ones((3, f), dtype_of(dtype))) for f in (d, d, e))
+    with pytest.raises(NotImplementedError, match=rf"{dtype}.*at most 256 features.*host"):
         cuflash.attention(q, k, v)
-    with pytest.raises(NotImplementedError, match="256"):
-        cuflash.attention_vjp(q, k, v)
+    with pytest.raises(NotImplementedError, match=rf"{dtype}.*at most \d+ features.*host"):
+        cuflash.attention_vjp(q, k, v)[1](put(GPU, np.ones((3, e), dtype_of(dtype))))
 
 
 @both_dtypes
@@ -117,6 +122,8 @@ def test_b21_the_default_scale_is_of_the_callers_head_dim(backend: Backend, dtyp
 @both_dtypes
 @pytest.mark.parametrize(("d", "e"), [(192, 128), (32, 64), (64, 1), (16, 80), (128, 192)])
 def test_b22_value_dim_apart_from_head_dim(backend: Backend, dtype: str, d: int, e: int) -> None:
+    if backend is GPU:
+        need_features(max(d, e), dtype)
     rng = RNG(23)
     q, k = normal(rng, (2, 4, 37, d), dtype), normal(rng, (2, 2, 37, d), dtype)
     v, do = normal(rng, (2, 2, 37, e), dtype), normal(rng, (2, 4, 37, e), dtype)
@@ -205,7 +212,7 @@ def test_b29_bases_and_rows_off_alignment(backend: Backend, dtype: str, shift: i
 @both
 def test_b30_a_call_never_gets_the_kernel_of_another(backend: Backend) -> None:
     rng = RNG(30)
-    values = {dtype: [normal(rng, (4, 33, 64), dtype) for _ in range(3)] for dtype in backend.dtypes[:3]}
+    values = {dtype: [normal(rng, (4, 33, 64), dtype) for _ in range(3)] for dtype in backend.dtypes}
     places: dict[str, dict[str, Layout]] = {
         "contiguous": {},
         "interleaved": {"k": Layout(order=(1, 0, 2)), "v": Layout(order=(1, 0, 2))},
@@ -224,10 +231,11 @@ def test_b30_a_call_never_gets_the_kernel_of_another(backend: Backend) -> None:
 # --- dtypes, kinds of arrays, errors -----------------------------------------------------------------------------
 
 
+@both
 @pytest.mark.parametrize(("m", "d"), [(128, 32), (1024, 128)])
-def test_b51_float32_means_float32(m: int, d: int) -> None:
+def test_b51_float32_means_float32(backend: Backend, m: int, d: int) -> None:
     rng = RNG(51)
-    got = check(HOST, *(normal(rng, (m, d), "float32") for _ in range(4)), causal=True)
+    got = check(backend, *(normal(rng, (m, d), "float32") for _ in range(4)), causal=True)
     assert got.o.dtype == np.float32  # TF32 products would be off by 1e-3, far beyond what check allows
 
 
@@ -254,11 +262,13 @@ def test_b52_merging_shards(backend: Backend, dtype: str) -> None:
         np.testing.assert_allclose(backend.get(lse), whole.lse, rtol=1e-6, atol=2e-6)
     # Each part was rounded to the dtype of o once, and the sum of parts, which weighs them by 1 together, once more.
     allowed = np.abs(whole.o.astype(np.float64) - want).max() + 3 * unit_roundoff(dtype) * np.abs(v.astype(float)).max()
-    if dtype == "float32":
+    if backend is GPU:  # which sums other keys in one block
+        allowed += rounding(backend, dtype, 1024) * np.abs(v.astype(float)).max()
+    elif dtype == "float32":
         allowed = 1.5 * np.abs(whole.o.astype(np.float64) - want).max()
     for o in merged:
         assert np.abs(o - want).max() <= allowed
-    np.testing.assert_allclose(merged[0], merged[1], atol=4 * unit_roundoff(dtype))
+    np.testing.assert_allclose(merged[0], merged[1], atol=8 * unit_roundoff(dtype))
 
 
 @both_dtypes
@@ -330,10 +340,11 @@ def test_b66_host_and_device_together() -> None:
         cuflash.attention(x, put(GPU, x), put(GPU, x))
 
 
-def test_b67_float64_is_computed_in_float64() -> None:
+@both
+def test_b67_float64_is_computed_in_float64(backend: Backend) -> None:
     rng = RNG(67)
     q, k, v, do = (rng.standard_normal((64, 32)) for _ in range(4))
-    got = check(HOST, q, k, v, do, causal=True)
+    got = check(backend, q, k, v, do, causal=True)
     assert got.o.dtype == got.lse.dtype == got.dq.dtype == np.float64
 
 
@@ -349,22 +360,6 @@ def test_b67_objects() -> None:
     x = np.ones((2, 8), object)
     with pytest.raises(TypeError, match="object"):
         cuflash.attention(x, x, x)
-
-
-@gpu
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_b67_a_gpu_says_which_dtypes_it_serves(dtype: str) -> None:
-    x = put(GPU, np.ones((2, 8), dtype))
-    lse = put(GPU, np.ones(2, dtype))
-    calls = [
-        lambda: cuflash.attention(x, x, x),
-        lambda: cuflash.attention_vjp(x, x, x),
-        lambda: cuflash.attention_lse(x, x),
-        lambda: cuflash.attention_backward(x, x, x, x, x, lse),
-    ]
-    for call in calls:
-        with pytest.raises(NotImplementedError, match=rf"(?s){dtype}.*float16.*host"):
-            call()
 
 
 @both

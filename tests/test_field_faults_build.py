@@ -70,7 +70,7 @@ def test_b62_every_tile_fits_the_shared_memory_of_its_target(family: str, target
     variants = tiles.variants(target, family)
     assert variants
     for variant in variants:
-        assert variant.tile.smem_bytes(variant.operation) <= tiles.SMEM_LIMIT[target], str(variant)
+        assert variant.smem_bytes <= tiles.SMEM_LIMIT[target], str(variant)
 
 
 def test_b62_gpus_without_kernels() -> None:

@@ -5,7 +5,6 @@ Each test carries the number of its row in the catalogue of such faults.
 
 from __future__ import annotations
 
-import itertools
 import math
 import mmap
 import sys
@@ -30,6 +29,7 @@ from checks import (
     compiled_kernels,  # noqa: F401 - a fixture
     expect,
     measured,
+    rounding,
     run,
     unit_roundoff,
 )
@@ -128,7 +128,7 @@ def test_b31_strides_beyond_32_bits(backend: Backend, dtype: str, name: str, axi
     for result, array in results.items():
         got = far.get() if result == name else backend.get(array)
         np.testing.assert_allclose(
-            got.astype(np.float64), getattr(want, result).astype(np.float64), atol=16 * unit_roundoff(dtype)
+            got.astype(np.float64), getattr(want, result).astype(np.float64), atol=4 * rounding(backend, dtype, 8)
         )
 
 
@@ -303,5 +303,6 @@ def test_b72_memory_is_linear_in_the_sequence() -> None:
         x = [put(GPU, normal(rng, (m, 64), "float16")) for _ in range(4)]
         extras.append(extra_bytes(GPU, x))
         inputs.append(sum(a.nbytes for a in x[:3]))
-    assert all(later <= 2.2 * before for before, later in itertools.pairwise(extras)), extras
+    for m, extra in zip((16384, 32768, 65536, 131072), extras, strict=True):
+        assert extra <= 4 * m * (64 + 16), extras  # float32 sums of dq at the most, and a few numbers a row
     assert extras[-1] < 2 * inputs[-1]

@@ -11,7 +11,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from backends import (
 from checks import (
     compiled_kernels,  # noqa: F401 - a fixture
     expect,
+    fused,
     run,
 )
 
@@ -312,12 +313,12 @@ def test_b58_a_cold_call_under_capture() -> None:
     assert "done" in python(code)
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_b58_replays_of_a_graph_see_new_data(deterministic: bool) -> None:
+@pytest.mark.parametrize("kernels", ["separate", "in turns", "unordered"])
+def test_b58_replays_of_a_graph_see_new_data(kernels: str) -> None:
     cupy = GPU.xp
     rng = RNG(58)
     versions = [[normal(rng, (2, h, 130, 64), "bfloat16") for h in (4, 2, 2, 4)] for _ in range(3)]
-    options: dict[str, Any] = {"causal": True, "grouped_heads": True, "deterministic": deterministic}
+    options: dict[str, Any] = {"causal": True, "grouped_heads": True, "deterministic": kernels != "unordered"}
     want = [expect(*x, **options) for x in versions]
     x = [put(GPU, a) for a in versions[0]]
     q, k, v, do = x
@@ -335,10 +336,11 @@ def test_b58_replays_of_a_graph_see_new_data(deterministic: bool) -> None:
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     with stream:
-        calls()
-        stream.begin_capture()
-        calls()
-        graph = stream.end_capture()
+        with fused() if kernels == "in turns" else nullcontext():
+            calls()
+            stream.begin_capture()
+            calls()
+            graph = stream.end_capture()
         for values, expected in zip(versions[1:] + versions[:1], want[1:] + want[:1], strict=True):
             for array, new in zip(x, values, strict=True):
                 bits(array).set(new.view(np.uint16))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,18 +24,21 @@ from checks import (
     check_lse,
     compiled_kernels,  # noqa: F401 - a fixture
     expect,
+    fused,
+    need_features,
     run,
 )
-from gpu_cases import Case, cases, layouts
+from gpu_cases import SMALL, Case, cases, layouts, most_features, target
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 import cuflash
+from cuflash import tiles
 
 pytestmark = pytest.mark.gpu
 BACKEND = GPU
-HALF = ("float16",)
-"""Dtypes of the family sm75, whose tensor cores know no bfloat16."""
+FAMILIES = ("sm80", "sm75")
+WIDE = ("float32", "float64")
 
 
 def examples(count: int) -> settings:
@@ -55,6 +59,14 @@ def family(name: str) -> Iterator[None]:
             os.environ["CUFLASH_FAMILY"] = before
 
 
+def plain(case: Case) -> Case:
+    """The case as the kernel for all gradients takes it: rows of whole vectors, no score terms, a positive scale."""
+    d, e = (-(-length // 8) * 8 for length in (case.q[-1], case.v[-1] or 8))
+    options = {name: value for name, value in case.options.items() if name not in ("softcap", "scale")}
+    shapes = {"q": (*case.q[:-1], d), "k": (*case.k[:-1], d), "v": (*case.v[:-1], e)}
+    return replace(case, **shapes, key_bias=None, options=options)
+
+
 needs = st.one_of(st.none(), st.lists(st.sampled_from(("q", "k", "v", "key_bias")), min_size=1, unique=True).map(tuple))
 upstream = st.sampled_from(((True, False), (True, True), (False, True)))
 """Whether there is a do, and a dlse."""
@@ -64,70 +76,121 @@ upstream = st.sampled_from(((True, False), (True, True), (False, True)))
 
 
 @examples(600)
-@given(case=cases())
+@given(case=cases("sm80", "attention"))
 def test_forward_sm80(case: Case) -> None:
     with family("sm80"):
         check_forward(BACKEND, case, "sm80")
 
 
-@examples(200)
-@given(case=cases(HALF))
+@examples(250)
+@given(case=cases("sm75", "attention"))
 def test_forward_sm75(case: Case) -> None:
     with family("sm75"):
         check_forward(BACKEND, case, "sm75")
 
 
 @examples(600)
-@given(case=cases(), need=needs, up=upstream)
+@given(case=cases("sm80"), need=needs, up=upstream)
 def test_backward_sm80(case: Case, need: tuple[str, ...] | None, up: tuple[bool, bool]) -> None:
     event(f"do, dlse: {up}")
     with family("sm80"):
         check_backward(BACKEND, case, "sm80", need, *up)
 
 
-@examples(200)
-@given(case=cases(HALF), need=needs, up=upstream)
+@examples(250)
+@given(case=cases("sm75"), need=needs, up=upstream)
 def test_backward_sm75(case: Case, need: tuple[str, ...] | None, up: tuple[bool, bool]) -> None:
     with family("sm75"):
         check_backward(BACKEND, case, "sm75", need, *up)
 
 
 @examples(150)
-@given(case=cases(grouped=True), need=needs)
-def test_grouped_heads(case: Case, need: tuple[str, ...] | None) -> None:
-    with family("sm80"):
-        check_backward(BACKEND, case, "sm80", need, True, False)
+@given(data=st.data(), name=st.sampled_from(FAMILIES), need=needs)
+def test_grouped_heads(data: st.DataObject, name: str, need: tuple[str, ...] | None) -> None:
+    case = data.draw(cases(name, grouped=True))
+    with family(name):
+        check_backward(BACKEND, case, name, need, True, False)
 
 
 @examples(150)
-@given(case=cases(), name=st.sampled_from(("sm80", "sm75")))
-def test_lse_alone(case: Case, name: str) -> None:
-    if name == "sm75" and case.dtype != "float16":
-        name = "sm80"
+@given(data=st.data(), name=st.sampled_from(FAMILIES))
+def test_lse_alone(data: st.DataObject, name: str) -> None:
+    case = data.draw(cases(name))
     with family(name):
         check_lse(BACKEND, case, name)
 
 
 @examples(100)
-@given(case=cases(), need=needs, up=upstream)
+@given(case=cases("sm80"), need=needs, up=upstream)
 def test_unordered_gradients_are_within_the_same_budget(
     case: Case, need: tuple[str, ...] | None, up: tuple[bool, bool]
 ) -> None:
-    check_backward(BACKEND, case, "sm80", need, *up, deterministic=False)
+    with family("sm80"):
+        check_backward(BACKEND, case, "sm80", need, *up, deterministic=False)
 
 
-@examples(100)
-@given(case=cases())
-def test_equal_calls_give_equal_bits(case: Case) -> None:
-    call = Call.of(BACKEND, case)
-    q, k, v, do = (call[name] for name in ("q", "k", "v", "do"))
+@examples(300)
+@given(case=cases("sm80", with_layouts=False).map(plain), up=st.sampled_from(((True, False), (True, True))))
+def test_the_fused_backward(case: Case, up: tuple[bool, bool]) -> None:
+    with family("sm80"), fused() as launched:
+        check_backward(BACKEND, case, "sm80", None, *up)
+    event(f"fused: {tiles.FUSED in launched}")
+
+
+@pytest.mark.parametrize(
+    ("heads", "m", "n", "options"),
+    [
+        (6, 640, 640, {}),
+        (2, 3000, 500, {}),
+        (2, 300, 3000, {}),
+        (5, 900, 900, {"causal": True}),
+        (4, 700, 500, {"causal": True, "align": "bottom-right"}),
+        (4, 800, 800, {"window": (100, 30)}),
+        (8, 500, 500, {"grouped_heads": True}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("dtype", BACKEND.dtypes)
+def test_the_fused_backward_is_the_separate_one_in_the_same_bits_each_time(
+    dtype: str, d: int, heads: int, m: int, n: int, options: dict[str, Any]
+) -> None:
+    if d > max(tiles.head_dims(tiles.FUSED, dtype, "16", target(), "sm80"), default=0):
+        pytest.skip(f"no kernel for all gradients of {d} features in {dtype}")
+    rng = np.random.default_rng(heads)
+    kv_heads = 2 if "grouped_heads" in options else heads
+    shapes = ((heads, m, d), (kv_heads, n, d), (kv_heads, n, d), (heads, m, d))
+    q, k, v, do = (put(BACKEND, normal(rng, shape, dtype)) for shape in shapes)
+    o, lse = cuflash.attention(q, k, v, return_lse=True, **options)
+    separate = [
+        BACKEND.get(cuflash.attention_backward(do, q, k, v, o, lse, need=(name,), **options)[at]).astype(np.float64)
+        for at, name in enumerate("qkv")
+    ]
+    with fused() as launched:
+        first = [BACKEND.get(x) for x in cuflash.attention_backward(do, q, k, v, o, lse, **options)]
+        assert tiles.FUSED in launched
+        for got, want in zip(first, separate, strict=True):
+            # Sums of the same terms in another order, of p and ds that are rounded alike.
+            allowed = 64 * np.finfo(acc_dtype(dtype)).eps + 4 * reference.unit_roundoff(dtype_of(dtype))
+            assert np.abs(got.astype(np.float64) - want).max() <= allowed * np.abs(want).max()
+        for _ in range(20):
+            again = cuflash.attention_backward(do, q, k, v, o, lse, **options)
+            assert all(same_bits(x, BACKEND.get(y)) for x, y in zip(first, again, strict=True))
+
+
+@examples(150)
+@given(data=st.data(), name=st.sampled_from(FAMILIES))
+def test_equal_calls_give_equal_bits(data: st.DataObject, name: str) -> None:
+    call = Call.of(BACKEND, data.draw(cases(name)))
+    q, k, v, do = (call[x] for x in ("q", "k", "v", "do"))
     first: list[np.ndarray] = []
-    for _ in range(3):
-        o, lse = cuflash.attention(q, k, v, return_lse=True, **call.options)
-        gradients = cuflash.attention_backward(do, q, k, v, o, lse, **call.options)
-        bits = [BACKEND.get(x) for x in (o, lse, *gradients)]
-        first = first or bits
-        assert all(map(same_bits, first, bits))
+    with family(name):
+        for _ in range(3):
+            o, lse = cuflash.attention(q, k, v, return_lse=True, **call.options)
+            gradients = cuflash.attention_backward(do, q, k, v, o, lse, **call.options)
+            bits = [BACKEND.get(x) for x in (o, lse, *gradients)]
+            first = first or bits
+            assert all(map(same_bits, first, bits))
 
 
 # --- the gradients against a derivative --------------------------------------------------------------------------
@@ -141,21 +204,23 @@ def direction(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     return t
 
 
-@examples(150)
-@given(case=cases(with_layouts=False))
-def test_gradients_are_the_transpose_of_the_derivative(case: Case) -> None:
+@examples(200)
+@given(data=st.data(), name=st.sampled_from(FAMILIES))
+def test_gradients_are_the_transpose_of_the_derivative(data: st.DataObject, name: str) -> None:
     """<do, J t> = <gradients, t>, with J t from central differences of the float64 reference."""
+    case = data.draw(cases(name, with_layouts=False))
     call = Call.of(BACKEND, case)
     x, options = call.values, dict(call.reference_options)
-    got = run(BACKEND, x["q"], x["k"], x["v"], x["do"], x["dlse"], **options)
+    with family(name):
+        got = run(BACKEND, x["q"], x["k"], x["v"], x["do"], x["dlse"], **options)
     key_bias = options.pop("key_bias", None)
     names = ("q", "k", "v") + (() if key_bias is None else ("key_bias",))
     rng = np.random.default_rng(case.seed)
-    along = {name: direction(rng, x[name].shape) for name in names}
+    along = {each: direction(rng, x[each].shape) for each in names}
     step = 1e-5
 
     def moved(sign: float) -> tuple[np.ndarray, np.ndarray]:
-        at = {name: x[name].astype(np.float64) + sign * step * along[name] for name in names}
+        at = {each: x[each].astype(np.float64) + sign * step * along[each] for each in names}
         bias = {} if key_bias is None else {"key_bias": at["key_bias"]}
         return reference.attention(at["q"], at["k"], at["v"], **bias, **options)
 
@@ -163,12 +228,12 @@ def test_gradients_are_the_transpose_of_the_derivative(case: Case) -> None:
     empty = np.isneginf(lse_up)
     lse_change = np.where(empty, 0, np.where(empty, 0, lse_up) - np.where(empty, 0, lse_down))
     derivative = (np.sum(x["do"].astype(np.float64) * (o_up - o_down)) + np.sum(x["dlse"] * lse_change)) / (2 * step)
-    wanted = expect(x["q"], x["k"], x["v"], x["do"], x["dlse"], **call.reference_options)
+    wanted = expect(x["q"], x["k"], x["v"], x["do"], x["dlse"], family=name, **call.reference_options)
     product, allowed = 0.0, 0.0
-    for name in names:
-        gradient = getattr(got, f"d{name}").astype(np.float64)
-        product += float(np.sum(gradient * along[name]))
-        allowed += wanted[f"d{name}"].limit * wanted[f"d{name}"].bound * float(np.abs(along[name]).sum())
+    for each in names:
+        gradient = getattr(got, f"d{each}").astype(np.float64)
+        product += float(np.sum(gradient * along[each]))
+        allowed += wanted[f"d{each}"].limit * wanted[f"d{each}"].bound * float(np.abs(along[each]).sum())
     terms = float(np.abs(x["do"].astype(np.float64)).sum() * np.abs(x["v"].astype(np.float64)).max(initial=0))
     differences = 1e-16 / step * (terms + float(np.abs(x["dlse"]).sum() * 100)) + 1e-6 * (abs(product) + allowed)
     assert abs(product - derivative) <= allowed + differences + 1e-5
@@ -184,7 +249,7 @@ def merges(draw: st.DrawFn) -> dict[str, Any]:
     return {
         "shape": shape,
         "count": draw(st.integers(1, 6)),
-        "dtype": draw(st.sampled_from(("float16", "bfloat16"))),
+        "dtype": draw(st.sampled_from(BACKEND.dtypes)),
         "stacked": draw(st.booleans()),
         "places": [draw(layouts(len(shape) - lse, writable=True)) for lse in (0, 1, 0, 1)],
         "spread": draw(st.sampled_from((0.1, 3.0, 100.0))),
@@ -198,7 +263,7 @@ def test_merge(drawn: dict[str, Any]) -> None:
     shape, dtype, places = drawn["shape"], drawn["dtype"], drawn["places"]
     rng = np.random.default_rng(drawn["seed"])
     os = [normal(rng, shape, dtype) for _ in range(drawn["count"])]
-    lses = [(drawn["spread"] * rng.standard_normal(shape[:-1])).astype(np.float32) for _ in os]
+    lses = [(drawn["spread"] * rng.standard_normal(shape[:-1])).astype(acc_dtype(dtype)) for _ in os]
     for o, lse in zip(os, lses, strict=True):
         dead = rng.random(lse.shape) < 0.3
         lse[dead] = -np.inf
@@ -227,7 +292,7 @@ def test_merge(drawn: dict[str, Any]) -> None:
     with np.errstate(divide="ignore"):
         want_lse = np.log(total) + np.where(np.isfinite(top), top, 0)
     # Weights are exponentials of differences: x * exp(-x) < 0.4 keeps their rounding small whatever the spread.
-    eps = float(np.finfo(np.float32).eps)
+    eps = float(np.finfo(acc_dtype(dtype)).eps)
     limit = reference.unit_roundoff(dtype_of(dtype)) + eps * (16 + 2 * len(os))
     assert reference.excess(o, want, reference.largest(values), limit) <= 0
     assert reference.excess(lse, want_lse, 1.0, eps * (16 + reference.largest(want_lse))) <= 0
@@ -276,63 +341,237 @@ def test_axes_of_the_batch_that_do_not_merge() -> None:
     check(BACKEND, *(normal(rng, shape, "float16") for shape in ((2, 1, 3, 17, 32), (2, 1, 17, 32), (3, 17, 32))))
 
 
+every_dtype = pytest.mark.parametrize("dtype", BACKEND.dtypes)
+every_family = pytest.mark.parametrize("name", FAMILIES)
+
+
+def held(name: str, *x: np.ndarray, **options: Any) -> Any:
+    """`check` with the kernels of a family."""
+    with family(name):
+        got = run(BACKEND, *x, **options)
+    for result, expected in expect(*x, family=name, **options).items():
+        expected.check(getattr(got, result))
+    return got
+
+
+@every_dtype
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (200, 50)}], ids=str)
-def test_many_blocks(d: int, options: dict[str, Any]) -> None:
+def test_many_blocks(d: int, dtype: str, options: dict[str, Any]) -> None:
     """Long enough for every stage of the pipelines and several blocks on each side of the diagonal."""
+    need_features(d, dtype)
     rng = np.random.default_rng(d)
-    check(BACKEND, *(normal(rng, (2, 700, d), "bfloat16") for _ in range(4)), **options)
+    held("sm80", *(normal(rng, (2, 700, d), dtype) for _ in range(4)), **options)
 
 
-@pytest.mark.parametrize("name", ["sm80", "sm75"])
+@every_family
+@every_dtype
 @pytest.mark.parametrize("d", [64, 128, 256])
-def test_adversarial_values(name: str, d: int) -> None:
+def test_adversarial_values(name: str, dtype: str, d: int) -> None:
     """One huge logit, rows of constants, a running maximum that rises in every block."""
+    need_features(d, dtype, name)
     rng = np.random.default_rng(d)
     n = 500
-    base = [normal(rng, (n, d), "float16") for _ in range(4)]
+    base = [normal(rng, (n, d), dtype) for _ in range(4)]
     spike, constant, rising = ([x.copy() for x in base] for _ in range(3))
     spike[0][7] = spike[1][n // 2] = 12
     constant[0][:] = constant[1][:] = 1
     rising[0][:] = 1
     rising[1][:] = np.linspace(-4, 4, n)[:, None]
+    for x in (spike, constant, rising, [rising[0], rising[1][::-1].copy(), *rising[2:]]):
+        held(name, *x)
+
+
+@every_family
+@every_dtype
+def test_a_logit_that_leaves_nothing_to_other_keys(name: str, dtype: str) -> None:
+    """A score of a million: its key has all the weight, and no gradient is left for scores."""
+    need_features(64, dtype, name)
+    rng = np.random.default_rng(6)
+    q, k, v, do = (normal(rng, (200, 64), dtype) for _ in range(4))
+    q[7], k[150] = 352, 352  # a number of 4 bits, whose products are exact in every arithmetic
     with family(name):
-        for x in (spike, constant, rising, [rising[0], rising[1][::-1].copy(), *rising[2:]]):
-            got = run(BACKEND, *x)
-            for result, expected in expect(*x, family=name).items():
-                expected.check(getattr(got, result))
+        got = run(BACKEND, q, k, v, do)
+    one, upstream = v[150].astype(np.float64), do[7].astype(np.float64)
+    # p is 2^x of what the rounding of the reference leaves of the score, and o the quotient of p v and p.
+    split = reference.SPLIT if dtype == "float32" and name == "sm80" else 0.0
+    quotient = 4 * reference.unit_roundoff(dtype_of(dtype)) if dtype in WIDE else 0.0
+    np.testing.assert_allclose(got.o[7].astype(np.float64), one, rtol=split + quotient)
+    np.testing.assert_allclose(got.lse[7], 352**2 * 8, rtol=4 * reference.unit_roundoff(acc_dtype(dtype)))
+    # dS is the difference of two sums of 64 terms that are the same but for rounding, and k is 352.
+    rounding = 128 * reference.unit_roundoff(acc_dtype(dtype)) * np.abs(upstream * one).sum()
+    assert np.abs(got.dq[7].astype(np.float64)).max() <= 352 / 8 * rounding
+    assert all(np.isfinite(x.astype(np.float64)).all() for x in got[:5])
 
 
+@every_dtype
 @pytest.mark.parametrize("gap", [0, 1, 2, 4, 8])
-def test_every_load_kind(gap: int) -> None:
+def test_every_load_kind(dtype: str, gap: int) -> None:
     """Rows whose distance is a multiple of 16, 8, 4 and 2 bytes, and features that are not next to each other."""
     rng = np.random.default_rng(gap)
-    x = [normal(rng, (2, 77, 64), "float16") for _ in range(4)]
+    x = [normal(rng, (2, 77, 64), dtype) for _ in range(4)]
     for layout in (Layout(pad=gap), Layout(pad=gap, shift=gap), Layout(steps=(1, 1, 2), pad=gap)):
         check(BACKEND, *x, layouts=dict.fromkeys(("q", "k", "v", "do"), layout), causal=True)
 
 
-@pytest.mark.parametrize("name", ["sm80", "sm75"])
-def test_gradients_of_scores_beyond_the_fraction_of_float32(name: str) -> None:
-    """Scores of 4.5e9: lse is rounded to hundreds, and p must come from the same rounding of the same score.
+@every_family
+@pytest.mark.parametrize(("dtype", "x"), [("float16", 20001), ("float32", 20001), ("float64", 2000000001)])
+def test_gradients_of_scores_beyond_the_fraction_of_their_type(name: str, dtype: str, x: int) -> None:
+    """Scores of 4.5e9 (float64: 4.5e19): lse is rounded to hundreds, and p must come from the same rounding of the same
+    score.
 
     One key, as the logarithm of a number of keys would be lost in that rounding.
     """
-    q, k = np.full((2, 128), 20001, np.float16), np.full((1, 128), 20001, np.float16)
-    v, do = np.ones((1, 128), np.float16), np.ones((2, 128), np.float16)
+    d = min(128, most_features(dtype, name))
+    q, k = np.full((2, d), x, dtype), np.full((1, d), x, dtype)
+    v, do = np.ones((1, d), dtype), np.ones((2, d), dtype)
     with family(name):
         got = run(BACKEND, q, k, v, do)
     assert (got.o == 1).all() and (got.dv == 2).all() and np.isfinite(got.dq).all() and np.isfinite(got.dk).all()
 
 
+# --- float32, TF32, float64 --------------------------------------------------------------------------------------
+
+
+def rms(got: np.ndarray, exact: np.ndarray) -> float:
+    return float(np.sqrt(np.mean((got.astype(np.float64) - exact) ** 2)))
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_tf32_is_what_it_says_and_float32_is_not_tf32(d: int) -> None:
+    """Each is within its own budget, and their errors differ by most of the 2^10 between the roundings of operands."""
+    need_features(d, "float32")
+    rng = np.random.default_rng(d)
+    x = [normal(rng, (300, d), "float32") for _ in range(4)]
+    exact, tf32 = held("sm80", *x), held("sm80", *x, precision="tf32")
+    for name, expected in expect(*x).items():
+        assert rms(getattr(exact, name), expected.value) <= rms(getattr(tf32, name), expected.value) / 64, name
+
+
+@pytest.mark.skipif(np.finfo(np.longdouble).eps >= 2.0**-60, reason="long double is no wider than double here")
+@every_family
+@pytest.mark.parametrize(("m", "n", "d"), [(97, 130, 64), (33, 200, 128), (40, 70, 256)])
+def test_float64_against_long_double(name: str, m: int, n: int, d: int) -> None:
+    """Roundings of n numbers of either sign add up to about n^1/2 of them: less than 18, of values and of scores."""
+    need_features(d, "float64", name)
+    rng = np.random.default_rng(d)
+    q, k, v, do = (normal(rng, (length, d), "float64") for length in (m, n, n, m))
+    with family(name):
+        got = run(BACKEND, q, k, v, do)
+    allowed = 4e-15 * (1 + reference.dense(q, k, v).max_abs_score)
+    bounds = reference.bounds(do, q, k, v)
+    for result, exact in reference.in_long_double(q, k, v, do).items():
+        error = np.abs(getattr(got, result) - exact).max()
+        assert error <= allowed * getattr(bounds, result), f"{result}: {error}"
+
+
+@every_family
+@pytest.mark.parametrize("dtype", WIDE)
+def test_subnormal_values_are_kept(name: str, dtype: str) -> None:
+    """o of subnormal v, dv of subnormal do.
+
+    TF32 has multiples of 2^-136, to the nearest of which an operand is rounded; float32 and float64 round every step to
+    a multiple of their smallest number.
+    """
+    rng = np.random.default_rng(8)
+    n, d = 100, 64
+    q, k, v, do = (normal(rng, (n, d), dtype) for _ in range(4))
+    want = expect(q, k, v, do, family=name)
+    v, do = (x * x.dtype.type(SMALL[dtype]) for x in (v, do))
+    with family(name):
+        got = run(BACKEND, q, k, v, do)
+    exact = reference.dense(q, k, v)
+    step = float(np.finfo(dtype).smallest_subnormal)
+    operand = 2.0**-137 if dtype == "float32" and name == "sm80" else 0.0
+    for result, value, weight in (
+        ("o", exact.o, 1.0),
+        ("dv", exact.p.T @ do.astype(np.float64), float(exact.p.sum(axis=0).max())),
+    ):
+        relative = want[result].limit * want[result].bound * SMALL[dtype]
+        allowed = operand * weight + (n + 2) * step + relative
+        assert allowed < reference.largest(value) / 16  # flushed to zero, they would be off by more
+        assert np.abs(getattr(got, result).astype(np.float64) - value).max() <= allowed, result
+
+
+def splits(dtype: str, name: str) -> bool:
+    """Whether products are made of parts of their operands, so that infinities leave NaN."""
+    return dtype == "float32" and name != "sm75"
+
+
+@every_family
+@every_dtype
+@pytest.mark.parametrize("infinity", [np.inf, -np.inf])
+def test_an_infinite_value_is_in_its_column_alone(name: str, dtype: str, infinity: float) -> None:
+    need_features(64, dtype, name)
+    rng = np.random.default_rng(9)
+    q, k, v = (normal(rng, (70, 64), dtype) for _ in range(3))
+    clean = expect(q, k, v, family=name)
+    v[33, 5] = infinity
+    with family(name):
+        got = run(BACKEND, q, k, v)
+        alone = run(BACKEND, q[:1], k[33:34], v[33:34])  # p is 1, of which nothing is left when it is split in two
+    assert np.isfinite(np.delete(alone.o, 5, 1).astype(np.float64)).all()
+    column = np.concatenate([alone.o[:, 5], got.o[:, 5]])
+    if splits(dtype, name):
+        assert not np.isfinite(column).any()  # documented: 0 * inf among the parts of an operand
+    else:
+        assert (column == infinity).all()
+    got.o[:, 5] = clean["o"].value[:, 5]
+    clean["o"].check(got.o)
+    clean["lse"].check(got.lse)
+
+
+@every_family
+@every_dtype
+def test_an_infinite_key_has_the_weight_zero_or_one(name: str, dtype: str) -> None:
+    """Zero where its product is -inf, and nothing is left of it; where that is inf, lse is, and o is exp(inf - inf)."""
+    need_features(64, dtype, name)
+    rng = np.random.default_rng(10)
+    q, k, v = (normal(rng, (70, 64), dtype) for _ in range(3))
+    negative = q[:, 5] < 0
+    q[::7, 5] = 0.5 - 1.0 * negative[::7]  # a number without a lo
+    without = expect(q[negative], np.delete(k, 33, 0), np.delete(v, 33, 0), family=name)
+    k[33, 5] = np.inf
+    with family(name):
+        got = run(BACKEND, q, k, v)
+    if splits(dtype, name):  # documented: 0 * inf among the parts of an operand
+        assert np.isnan(got.o[::7]).all() and np.isnan(got.o[~negative]).all()
+        return
+    without["o"].check(got.o[negative])
+    without["lse"].check(got.lse[negative])
+    assert (got.lse[~negative] == np.inf).all() and np.isnan(got.o[~negative]).all()
+
+
+@pytest.mark.parametrize("dtype", WIDE)
+def test_the_largest_number_is_kept(dtype: str) -> None:
+    """The mean of one value: the parts of an operand that is split in two are finite. Their sum is rounded."""
+    largest = np.finfo(dtype).max * np.asarray(1 - reference.SPLIT if dtype == "float32" else 1, dtype)
+    x = np.ones((1, 64), dtype)
+    with family("sm80"):
+        got = run(BACKEND, x, x, np.full((1, 64), largest, dtype))
+    np.testing.assert_allclose(got.o, largest, rtol=reference.SPLIT if dtype == "float32" else 0)
+
+
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0xFFFFFFFF, 0x7FC00000])
+@pytest.mark.parametrize("precision", [None, "tf32"])
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+def test_a_nan_of_any_bits_stays_one(where: str, precision: str | None, bits: int) -> None:
+    """Arithmetic on the device makes the first: its bits are the largest, and must not overflow to zero."""
+    x = {name: np.ones((70, 64), np.float32) for name in "qkv"}
+    x[where][33, 5] = np.array(bits, np.uint32).view(np.float32)
+    o = run(BACKEND, x["q"], x["k"], x["v"], precision=precision).o
+    assert np.isnan(o[33] if where == "q" else o[:, 5]).all()
+
+
+@every_dtype
 @pytest.mark.parametrize("where", ["q", "k"])
-def test_gradients_of_rows_with_nan_are_nan(where: str) -> None:
+def test_gradients_of_rows_with_nan_are_nan(where: str, dtype: str) -> None:
     x = {"q": np.ones((5, 64)), "k": np.ones((3, 64)), "v": np.ones((3, 64)), "do": np.ones((5, 64))}
     x[where][0] = np.nan
-    got = run(BACKEND, *(array.astype(np.float16) for array in x.values()))
+    got = run(BACKEND, *(array.astype(dtype_of(dtype)) for array in x.values()))
     rows = slice(0, 1) if where == "q" else slice(None)
-    assert np.isnan(got.o[rows]).all() and np.isnan(got.lse[rows]).all()
-    assert np.isnan(got.dv).all() and np.isnan(got.dq[rows]).all()
+    assert np.isnan(got.o[rows].astype(np.float64)).all() and np.isnan(got.lse[rows]).all()
+    assert np.isnan(got.dv.astype(np.float64)).all() and np.isnan(got.dq[rows].astype(np.float64)).all()
 
 
 def test_merge_of_one_part_repeated_without_memory() -> None:
@@ -345,17 +584,19 @@ def test_merge_of_one_part_repeated_without_memory() -> None:
         np.testing.assert_allclose(BACKEND.get(merged_lse), BACKEND.get(lse) + np.log(count), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("name", ["q", "k", "v", "key_bias", "o", "lse", "do", "dlse", "dq"])
-def test_arrays_that_start_between_two_elements_are_refused(name: str) -> None:
+def test_arrays_that_start_between_two_elements_are_refused(name: str, dtype: str) -> None:
     xp, shape = BACKEND.xp, (6, 16)
 
-    def array(own: str, shape: tuple[int, ...], dtype: type) -> Any:
-        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        memory = xp.zeros(size + 16, np.uint8)
-        return memory[int(own == name) :][:size].view(dtype).reshape(shape)
+    def array(own: str, shape: tuple[int, ...], dtype: Any) -> Any:
+        item = np.dtype(dtype).itemsize
+        memory = xp.zeros(int(np.prod(shape)) * item + 16, np.uint8)
+        first = item // 2 if own == name else 0
+        return memory[first:][: int(np.prod(shape)) * item].view(dtype).reshape(shape)
 
-    q, k, v, o, do, dq = (array(own, shape, np.float16) for own in ("q", "k", "v", "o", "do", "dq"))
-    key_bias, lse, dlse = (array(own, shape[:1], np.float32) for own in ("key_bias", "lse", "dlse"))
+    q, k, v, o, do, dq = (array(own, shape, dtype) for own in ("q", "k", "v", "o", "do", "dq"))
+    key_bias, lse, dlse = (array(own, shape[:1], acc_dtype(dtype)) for own in ("key_bias", "lse", "dlse"))
     with pytest.raises(NotImplementedError, match="between two elements"):
         if name not in ("do", "dlse", "dq"):
             cuflash.attention(q, k, v, key_bias=key_bias, return_lse=True, out=(o, lse))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import reference
+from backends import dtype_of
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -113,6 +114,90 @@ def test_a_kernel_budget_admits_the_host_and_not_a_wrong_result(dtype: str) -> N
         result_dtype = np.float32 if name in ("lse", "dkey_bias") else np.dtype(dtype)
         assert reference.excess(right.astype(result_dtype), right, bound, limit) <= 0, name
         assert reference.excess(off.astype(result_dtype), right, bound, limit) > 0, name
+
+
+def cut(x: np.ndarray, rounded: bool = False) -> np.ndarray:
+    """The 11 bits that tensor cores take."""
+    bits = x.astype(np.float32).view(np.uint32) + np.uint32(0x1000 if rounded else 0)
+    return (bits & np.uint32(0xFFFFE000)).view(np.float32)
+
+
+def product_in_tf32(a: np.ndarray, b: np.ndarray, split: bool) -> np.ndarray:
+    """a @ b with operands rounded to 11 bits, or as the three products of split operands."""
+    high_a, high_b = (cut(x, rounded=not split) for x in (a, b))
+    result = high_a.astype(np.float64) @ high_b
+    if split:
+        low_a, low_b = cut(a - high_a, rounded=True), cut(b - high_b, rounded=True)
+        result += low_a.astype(np.float64) @ high_b + high_a.astype(np.float64) @ low_b
+    return result
+
+
+def test_three_products_lose_no_more_than_said() -> None:
+    """The worst operand: all of hi's lost bits are set, and 13 bits of lo are to be rounded to 11."""
+    x = np.concatenate([np.arange(2**23, 2**23 + 2**14), np.arange(2**24 - 2**14, 2**24)]).astype(np.float32)
+    a, b = x[:, None], x[None, ::97]
+    exact = a.astype(np.float64) * b
+    got = np.concatenate([product_in_tf32(a[i : i + 1], b, split=True) for i in range(0, len(a), 89)])
+    lost = np.abs(got / exact[::89] - 1).max()
+    assert reference.SPLIT / 4 < lost <= reference.SPLIT
+
+
+@pytest.mark.parametrize("values", [1.0, 2.0**-130])
+@pytest.mark.parametrize(("m", "n", "d"), [(40, 70, 64), (17, 30, 32)])
+def test_kernel_budgets_tell_tf32_from_float32(m: int, n: int, d: int, values: float) -> None:
+    """Attention with split operands is within float32's budget, with rounded ones within TF32's and not float32's."""
+    rng = np.random.default_rng(d)
+    q, k, v = (rng.standard_normal((length, d)).astype(np.float32) for length in (m, n, n))
+    v *= np.float32(values)
+    do = rng.standard_normal((m, d)).astype(np.float32)
+    bounds = reference.bounds(do, q, k, v)
+    exact_o, exact_lse = reference.attention(q, k, v)
+    exact_dv = reference.gradients(do, q, k, v)[2]
+    assert exact_dv is not None
+    within = {}
+    for split in (True, False):
+        s = product_in_tf32(q, k.T, split) / math.sqrt(d)
+        lse = np.log(np.exp(s).sum(axis=-1))
+        p = np.exp(s - lse[:, None]).astype(np.float32)
+        o, dv = product_in_tf32(p, v, split), product_in_tf32(p.T, do, split)
+        for precision in (None, "tf32"):
+            products = reference.arithmetic(np.float32, "sm80", precision)
+            limits = reference.kernel_budget(do, q, k, v, tile=(16, 16), products=products)
+            for name, got, exact in (("o", o, exact_o), ("lse", lse, exact_lse), ("dv", dv, exact_dv)):
+                excess = reference.excess(got.astype(np.float32), exact, getattr(bounds, name), getattr(limits, name))
+                within[name, split, precision] = excess <= 0
+    assert within == {
+        (name, split, precision): split or precision == "tf32" or (values < 1 and name == "o")
+        for name in ("o", "lse", "dv") for split in (True, False) for precision in (None, "tf32")
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("sm80", "float64"), ("sm75", "float64"), ("sm75", "float32")])
+def test_a_kernel_budget_of_fmas_admits_the_host_and_not_fewer_bits(family: str, dtype: str) -> None:
+    inputs, options = problem("bias", seed=3)
+    q, k, v = (inputs[name].astype(dtype) for name in ("q", "k", "v"))
+    options["key_bias"] = inputs["key_bias"].astype(dtype)
+    results = reference.attention(q, k, v, **options)
+    do = np.random.default_rng(4).standard_normal(results[0].shape).astype(dtype)
+    exact = (*results, *reference.gradients(do, q, k, v, **options))
+    products = reference.arithmetic(dtype, family)
+    limits = reference.kernel_budget(do, q, k, v, tile=(4, 4), products=products, **options)
+    bounds = reference.bounds(do, q, k, v, **options)
+    fewer = dtype_of("float32" if dtype == "float64" else "bfloat16")
+    for name, right in zip(limits.present(), exact, strict=True):
+        limit, bound = getattr(limits, name), getattr(bounds, name)
+        assert reference.excess(right.astype(dtype), right, bound, limit) <= 0, name
+        assert reference.excess(right.astype(fewer).astype(dtype), right, bound, limit) > 0, name
+
+
+def test_long_double_agrees_with_float64() -> None:
+    inputs, _ = problem("plain")
+    q, k, v = inputs["q"][0, 0], inputs["k"][0], inputs["v"][0, 0]
+    do = np.random.default_rng(5).standard_normal((6, 3))
+    results = (*reference.attention(q, k, v), *reference.gradients(do, q, k, v)[:3])
+    for (name, wide), narrow in zip(reference.in_long_double(q, k, v, do).items(), results, strict=True):
+        assert wide.dtype == np.longdouble and narrow is not None
+        np.testing.assert_allclose(wide.astype(np.float64), narrow, rtol=1e-13, atol=1e-14, err_msg=name)
 
 
 def test_without_a_gradient_a_kernel_budget_has_no_limits_for_gradients() -> None:

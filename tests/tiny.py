@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from cuflash.compile import Variant
 from cuflash.tiles import Tile
 
-COMMON = """\
-namespace cuflash {
-struct Half {}; struct BFloat16 {};
-struct Tile { int head_dim, value_dim, block_m, block_n, stages, warps; };
-enum class LoadKind { k16, k8, k4, kStrided };
-}
+COMMON = f"""\
+namespace cuflash {{
+struct Half {{}}; struct BFloat16 {{}};
+struct Tile {{ int {", ".join(field.name for field in dataclasses.fields(Tile))}; }};
+enum class LoadKind {{ k16, k8, k4, kStrided }};
+}}
 """
 STORE = 'extern "C" __global__ void KERNEL(int* x) { x[threadIdx.x] = cuflash::kTile.block_m; }\n'
 # volatile: newer compilers see through an array that is written once.
@@ -32,7 +33,7 @@ from pathlib import Path
 from cuflash import compile, params
 import tiny
 compile.kernels_dir = lambda: Path({folder!r})
-params.static_asserts = lambda: ""
+params.static_asserts = lambda dtype: ""
 """
 
 

@@ -1,136 +1,219 @@
 // Backward, keys: one CTA a tile of keys and its values; query blocks stream by. Each warp owns rows of keys and works
-// on transposed scores, so that p^T and ds^T go from accumulators to A operands without leaving registers:
+// on transposed scores, so that p^T and ds^T go from accumulators to A operands without leaving registers, unless
+// several warps share the rows:
 //   s^T = K Q^T,  dp^T = V dO^T,  p = exp(s - lse),  ds = p (dp - delta),  dV += p^T dO,  dK += ds^T Q.
-// A CTA sums over the batch axes on which its output was broadcast, in a fixed order: no atomics.
-// The unordered form (kHasDq) shares ds between its warps and adds its part of dQ = ds K to a float32 array atomically.
+// A CTA sums dk and dv over the batch axes on which they were broadcast, in a fixed order: no atomics.
+// The fused form (kHasDq) shares ds between its warps and adds its part of dQ = ds K to an array of sums, in turns with
+// the CTAs of other keys (order.cuh) or, unless results are to be deterministic, in any order.
 #pragma once
 #include "blocks.cuh"
 #include "epilogue.cuh"
-#include "gemm.cuh"
 #include "locate.cuh"
+#include "order.cuh"
 #include "pipeline.cuh"
-#include "ptx/red.cuh"
+#include "red.cuh"
 #include "recompute.cuh"
+#include "store.cuh"
+#include "warp_grid.cuh"
 
 namespace cuflash {
 
-constexpr int kThreads = 32 * kTile.warps;
-constexpr int kMTiles = kTile.block_n / (16 * kTile.warps);
-static_assert(kMTiles * 16 * kTile.warps == kTile.block_n, "each warp owns whole 16-row tiles of keys");
+constexpr int kMTiles = kTile.block_n / (16 * kRowWarps), kSlots = 2 * kMTiles;
+constexpr int kWarpQueries = kTile.block_m / kColumnWarps;
+static_assert(kMTiles * 16 * kRowWarps == kTile.block_n, "each warp owns whole 16-row tiles of keys");
 static_assert(kTile.block_m % 16 == 0, "p^T is an A operand of whole k steps");
 static_assert(kRowPadding % kTile.block_m == 0, "tiles of row vectors load whole");
-static_assert(kTile.value_dim <= kTile.head_dim, "dv is staged in k's tile");
+static_assert(kTile.value_dim == kTile.head_dim, "dv is staged in k's tile");
+
+constexpr bool kOrdered = kHasDq && kDeterministic;  // CTAs take turns
 
 struct QueryStage {
-  SharedTile<kTile.block_m, kTile.head_dim> q;
-  SharedTile<kTile.block_m, kTile.value_dim> dout;
-  alignas(16) float lse[kTile.block_m], delta[kTile.block_m];
+  Gemm::TileB<kTile.block_m, kTile.head_dim> q;
+  Gemm::TileB<kTile.block_m, kTile.value_dim> dout;
+  alignas(16) Accumulator lse[kTile.block_m], delta[kTile.block_m];
 };
-struct OrderedStorage {
-  SharedTile<kTile.block_n, kTile.head_dim> k;
-  SharedTile<kTile.block_n, kTile.value_dim> v;
+struct Tiles {
+  SharedTile<Operand, kTile.block_n, kTile.head_dim> k;
+  SharedTile<Operand, kTile.block_n, kTile.value_dim> v;
   QueryStage stage[kTile.stages];
 };
-template <int kQueries>  // a template so that a tile without need of ds may be too narrow for it
-struct UnorderedStorage : OrderedStorage {
-  SharedTile<kTile.block_n, kQueries> ds;  // transposed: rows are keys
+// What warps have of the scores and owe each other; transposed: rows are keys. Templates, so that a tile that keeps
+// them in registers may be too narrow for them.
+template <int kQueries>
+struct SharedP {
+  SharedTile<Operand, kTile.block_n, kQueries> p;
 };
-using SharedStorage = ConditionalType<kHasDq, UnorderedStorage<kTile.block_m>, OrderedStorage>;
-static_assert(kDeterministic != kHasDq, "atomic sums come in any order");
+template <int kQueries>
+struct SharedDs {
+  SharedTile<Operand, kTile.block_n, kQueries> ds;
+};
+struct SharedRows {
+  RowExchange<kTile.block_n> row;
+};
+struct SharedOrder {
+  alignas(16) OrderState order;
+};
+template <int kWhich>
+struct Nothing {};
+struct SharedStorage : Tiles,
+                       ConditionalType<kShareOperands && kHasDv, SharedP<kTile.block_m>, Nothing<0>>,
+                       ConditionalType<(kShareOperands && kHasDk) || kHasDq, SharedDs<kTile.block_m>, Nothing<1>>,
+                       ConditionalType<kShareOperands, SharedRows, Nothing<2>>,
+                       ConditionalType<kHasDq, SharedOrder, Nothing<3>> {};
 static_assert(sizeof(SharedStorage) == kSmemBytes, "the tile table counts the same bytes");
 
-using Scores = Fragment<kMTiles, kTile.block_m>;  // transposed: rows are keys
+using Scores = Fragment<kMTiles, kWarpQueries>;  // transposed: rows are keys
 
 // The one that a kernel does not have takes no registers: nothing reads it.
-using GradientK = Fragment<kHasDk ? kMTiles : 1, kHasDk ? kTile.head_dim : 8>;
-using GradientV = Fragment<kHasDv ? kMTiles : 1, kHasDv ? kTile.value_dim : 8>;
+using GradientK = Fragment<kHasDk ? kMTiles : 1, kHasDk ? kTile.head_dim / kColumnWarps : 8>;
+using GradientV = Fragment<kHasDv ? kMTiles : 1, kHasDv ? kTile.value_dim / kColumnWarps : 8>;
+
+// gradient += x b for transposed scores x that this warp has in registers, or that all warps have stored to x_smem.
+template <int kCols, class SharedX, class SharedB>
+__device__ __forceinline__ void accumulate(Fragment<kMTiles, kCols>& gradient, const SharedX& x_smem,
+                                           const SharedB& b_smem) {
+  Gemm::nn<kTile.block_m>(gradient, x_smem, warp_row() * 16 * kMTiles, b_smem, warp_column() * kCols);
+}
+template <int kCols, class SharedB>
+__device__ __forceinline__ void accumulate(Fragment<kMTiles, kCols>& gradient, const Scores& x, const SharedB& b_smem) {
+  Gemm::OperandA<kMTiles, kWarpQueries> x_rmem;
+  Gemm::to_operand(x_rmem, x);
+  Gemm::nn<kWarpQueries>(gradient, x_rmem, b_smem, 0);
+}
+
+// The CTA's part of dQ for one query block, of ds that all warps have stored: each takes some rows and columns.
+// dq_accum is kept in register order, so that each instruction of a warp adds to successive bytes.
+template <class Storage>
+__device__ __forceinline__ void add_dq(const Params& params, const Storage& smem, Accumulator* dq_gmem, int row0) {
+  constexpr int kTall = ceil_div(kTile.block_m, 32);  // 32 rows a warp, or 16 where that would leave it few columns
+  constexpr int kRowParts = kTile.head_dim * kTall >= 16 * kTile.warps ? kTall : 2 * kTall;
+  constexpr int kColumnParts = kTile.warps / kRowParts;
+  constexpr int kTiles = kTile.block_m / (16 * kRowParts), kCols = kTile.head_dim / kColumnParts;
+  static_assert(kRowParts * kColumnParts == kTile.warps && kCols % 16 == 0, "the warps divide a block of dq evenly");
+  const int warp_row0 = warp_id() % kRowParts * 16 * kTiles, col0 = warp_id() / kRowParts * kCols;
+  Fragment<kTiles, kCols> dq;
+  dq.clear();
+  Gemm::tn<kTile.block_n>(dq, smem.ds, warp_row0, smem.k, col0);
+  const auto exists = [&](int row) { return row0 + warp_row0 + row < params.seqlen_q; };  // memory ends with the tile
+  const auto tile_at = [&](int row, int col) {
+    return dq_gmem + i64(row0 + warp_row0 + row) * kTile.head_dim + (col0 + col) * 16;
+  };
+  if constexpr (kOrdered && kSame<Operand, float>) {
+    Fragment<kTiles, kCols> sum;
+    sum.clear();
+    sum.for_each_tile([&](Accumulator(&x)[4], int row, int col) {
+      if (exists(row)) load_tile_sums(x, tile_at(row, col));
+    });
+    sum.for_each_with(dq, [](Accumulator& x, Accumulator& more, int, int, int) { x += more; });
+    sum.for_each_tile([&](Accumulator(&x)[4], int row, int col) {
+      if (exists(row)) store_tile_sums(tile_at(row, col), x);
+    });
+  } else {
+    dq.for_each_tile([&](Accumulator(&x)[4], int row, int col) {
+      if (exists(row)) red_add_tile(tile_at(row, col), x);
+    });
+  }
+}
+
+// Sums over the queries of all warps that share the keys.
+template <class Storage>
+__device__ __forceinline__ void add_over_row(Storage& smem, Accumulator (&x)[kSlots]) {
+  if constexpr (kShareOperands)
+    exchange(smem.row, x, warp_row() * 16 * kMTiles, [](Accumulator a, Accumulator b) { return a + b; });
+}
+
+// The keys of this CTA. Looked up again in the epilogue, not held in registers over the main loop.
+template <class Storage>
+__device__ __forceinline__ Work locate(const Params& params, const Storage& smem) {
+  if constexpr (kOrdered) {
+    return locate_ordered_keys(params, smem.order.claimed);
+  } else {
+    return locate_keys(ceil_div(params.seqlen_k, kTile.block_n));
+  }
+}
 
 __device__ __forceinline__ void store_gradients(const Params& params, GradientK& dk, GradientV& dv,
-                                                const float (&dkey_bias)[2 * kMTiles], SharedStorage& smem) {
-  const Work work = locate_keys(ceil_div(params.seqlen_k, kTile.block_n));
+                                                Accumulator (&dkey_bias)[kSlots], SharedStorage& smem) {
+  const Work work = locate(params, smem);
   const int key0 = work.block * kTile.block_n, keys = min_of(kTile.block_n, params.seqlen_k - key0);
-  const int warp_row0 = warp_id() * 16 * kMTiles;
+  const int warp_row0 = warp_row() * 16 * kMTiles;
   const BatchIndex batch = batch_index(params, work.owned, 0);
   if constexpr (kHasDk) {
     if (params.need & kNeedK) {
-      dk.for_each([&](float& x, int, int, int) { x *= params.scale; });
-      store_rows<Output>(dk, smem.k, warp_row0, base16(params.dk, params.dk_stride, batch), params.dk_stride, key0,
-                         params.seqlen_k, params.head_dim, params.store_vector != 0);
+      dk.for_each([&](Accumulator& x, int, int, int) { x *= params.scale; });
+      store_rows(dk, smem.k, warp_row0, warp_column() * (kTile.head_dim / kColumnWarps),
+                 base<Output>(params.dk, params.dk_stride, batch), params.dk_stride, key0, params.seqlen_k,
+                 params.head_dim, params.store_vector != 0);
     }
     if (kKeyBias && (params.need & kNeedKeyBias)) {
-      float* bias_gmem =
-          params.dkey_bias + offset(params.dkey_bias_stride, batch) + (key0 + warp_row0) * params.dkey_bias_stride.row;
+      Accumulator* bias_gmem = base<Accumulator>(params.dkey_bias, params.dkey_bias_stride, batch) +
+                               (key0 + warp_row0) * params.dkey_bias_stride.row;
+#pragma unroll
+      for (int r = 0; r < kSlots; ++r) dkey_bias[r] = quad_sum(dkey_bias[r]);
+      add_over_row(smem, dkey_bias);
       Scores::for_each_row([&](int r, int row) {
-        const float sum = quad_sum(dkey_bias[r]);
-        if (lane_id() % 4 == 0 && warp_row0 + row < keys) bias_gmem[row * params.dkey_bias_stride.row] = sum;
+        if (lane_id() % 4 == 0 && warp_column() == 0 && warp_row0 + row < keys)
+          bias_gmem[row * params.dkey_bias_stride.row] = dkey_bias[r];
       });
     }
   }
   if constexpr (kHasDv) {
     if (params.need & kNeedV) {
-      store_rows<Output>(dv, smem.k, warp_row0, base16(params.dv, params.dv_stride, batch), params.dv_stride, key0,
-                         params.seqlen_k, params.value_dim, params.store_vector != 0);
+      store_rows(dv, smem.k, warp_row0, warp_column() * (kTile.value_dim / kColumnWarps),
+                 base<Output>(params.dv, params.dv_stride, batch), params.dv_stride, key0, params.seqlen_k,
+                 params.value_dim, params.store_vector != 0);
     }
   }
 }
 
-// The CTA's part of dQ for one query block: its warps share their ds, then each takes 16 rows and some columns.
-// dq_accum is kept in register order, so that each instruction of a warp adds to 128 successive bytes.
+// Work is claimed in the order in which CTAs start: the hardware promises none.
 template <class Storage>
-__device__ __forceinline__ void add_dq(const Params& params, Storage& smem,
-                                       const OperandA<kMTiles, kTile.block_m>& ds_rmem, float* dq_gmem, int row0) {
-  constexpr int kRowTiles = kTile.block_m / 16, kColumnParts = kTile.warps / kRowTiles;
-  static_assert(kRowTiles * kColumnParts == kTile.warps, "the warps divide a block of dq evenly");
-  constexpr int kCols = kTile.head_dim / kColumnParts;
-  const int tile_row0 = warp_id() % kRowTiles * 16, col0 = warp_id() / kRowTiles * kCols;
-  store_operand(ds_rmem, smem.ds, warp_id() * 16 * kMTiles);
-  __syncthreads();  // ds of all keys is complete; the barrier before the next block frees it again
-  if (row0 + tile_row0 >= params.seqlen_q) return;
-  Fragment<1, kCols> dq;
-  dq.clear();
-#pragma unroll
-  for (int k = 0; k < kTile.block_n / 16; ++k) {
-    u32 a[1][4];
-    load_a_trans(a[0], smem.ds, tile_row0, k);
-#pragma unroll
-    for (int n = 0; n < kCols / 16; ++n) {
-      u32 b[4];
-      load_b_trans(b, smem.k, col0 + 16 * n, k);
-      mma_pair<Operand>(dq, a, b, 2 * n);
+__device__ __forceinline__ void claim_work(const Params& params, Storage& smem) {
+  if constexpr (kOrdered) {
+    if (threadIdx.x == 0) {
+      smem.order.claimed = atomicAdd(params.claims, 1);
+      smem.order.turn = nullptr;
     }
+    __syncthreads();  // the claim is known to all
   }
-  float* to = dq_gmem + i64(row0 + tile_row0) * kTile.head_dim + col0 * 16;
-  dq.for_each_in_order([&](float& x, int index) { red_add(to + index, x); });
+}
+template <class Storage>
+__device__ __forceinline__ void pass_turn_on(Storage& smem) {
+  if constexpr (kOrdered) {
+    if (threadIdx.x == 0) pass_turn(smem.order);
+  }
 }
 
 __device__ __forceinline__ void attention_backward_dkv(const Params& params, SharedStorage& smem) {
-  const Work work = locate_keys(ceil_div(params.seqlen_k, kTile.block_n));
+  claim_work(params, smem);
+  const Work work = locate(params, smem);
   const int key0 = work.block * kTile.block_n, keys = min_of(kTile.block_n, params.seqlen_k - key0);
-  const int warp_row0 = warp_id() * 16 * kMTiles;
+  const int warp_row0 = warp_row() * 16 * kMTiles, warp_query0 = warp_column() * kWarpQueries;
   const BlockRange blocks = query_blocks(params, key0, key0 + keys, kTile.block_m);
-  const bool has_dout = params.dout != nullptr && params.value_dim > 0;
-  const bool need_ds = kHasDk && (params.need & (kNeedK | kNeedKeyBias));
-  const bool need_dv = kHasDv && has_dout && (params.need & kNeedV);
+  // The fused form is launched for all gradients at once.
+  const bool has_dout = kHasDq || (params.dout != nullptr && params.value_dim > 0);
+  const bool need_ds = kHasDq || (kHasDk && (params.need & (kNeedK | kNeedKeyBias)));
+  const bool need_dv = kHasDq || (kHasDv && has_dout && (params.need & kNeedV));
 
   GradientK dk;
   GradientV dv;
   dk.clear();
   dv.clear();
-  float dkey_bias[2 * kMTiles] = {};
+  Accumulator dkey_bias[kSlots] = {};
+  const Exp2 exp2(lane_id());
 
   for (int summed = 0; summed < loop_count(params); ++summed) {
     const BatchIndex batch = batch_index(params, work.owned, summed);
-    const u16* q_gmem = base16(params.q, params.q_stride, batch);
-    const u16* dout_gmem = base16(params.dout, params.dout_stride, batch);
-    const float* lse_gmem = params.row_lse + offset(params.row_lse_stride, batch);
-    const float* delta_gmem = params.delta + offset(params.delta_stride, batch);
-    float* dq_gmem = params.dq_accum + offset(params.dq_accum_stride, batch);
+    const Operand* q_gmem = base<Operand>(params.q, params.q_stride, batch);
+    const Operand* dout_gmem = base<Operand>(params.dout, params.dout_stride, batch);
+    const i64 row_vector = offset(params.row_lse_stride, batch);  // lse and delta lie alike
+    Accumulator* dq_gmem = params.dq_accum + offset(params.dq_accum_stride, batch);
     const KeyBias key_bias{
         params.key_bias == nullptr ? nullptr : params.key_bias + offset(params.key_bias_stride, batch),
         params.key_bias_stride.row};
-    float bias[2 * kMTiles];
+    Accumulator bias[kSlots];
     Scores::for_each_row([&](int r, int row) {
-      bias[r] = kKeyBias && key0 + warp_row0 + row < params.seqlen_k ? key_bias.value(key0 + warp_row0 + row) : 0.f;
+      bias[r] = kKeyBias && key0 + warp_row0 + row < params.seqlen_k ? key_bias.value(key0 + warp_row0 + row) : 0;
     });
 
     const auto load_queries = [&](int block) {
@@ -139,29 +222,55 @@ __device__ __forceinline__ void attention_backward_dkv(const Params& params, Sha
       load_tile<kLoad, kThreads>(stage.q, q_gmem, params.q_stride, row0, params.seqlen_q, params.head_dim);
       if (has_dout)
         load_tile<kLoad, kThreads>(stage.dout, dout_gmem, params.dout_stride, row0, params.seqlen_q, params.value_dim);
-      load_row_vector<kThreads, kTile.block_m>(stage.lse, lse_gmem + row0);
-      load_row_vector<kThreads, kTile.block_m>(stage.delta, delta_gmem + row0);
+      load_row_vector<kThreads, kTile.block_m>(stage.lse, params.row_lse + row_vector + row0);
+      load_row_vector<kThreads, kTile.block_m>(stage.delta, params.delta + row_vector + row0);
       copy_commit();
+    };
+
+    // Once s is p and dp is ds: the products of the step that sum them over queries, and over keys.
+    const auto finish_step = [&](const Scores& p, const Scores& ds, int block, auto& smem) {
+      const QueryStage& stage = smem.stage[block % kTile.stages];
+      if constexpr (kShareOperands && kHasDv) store_fragment(p, smem.p, warp_row0, warp_query0);
+      if constexpr ((kShareOperands && kHasDk) || kHasDq) store_fragment(ds, smem.ds, warp_row0, warp_query0);
+      if constexpr (kOrdered) {
+        if (threadIdx.x == 0)
+          await_turn(params, smem.order, params.dq_turn + offset(params.dq_turn_stride, batch) + block, work.block,
+                     block * kTile.block_m, kTile.block_m, kTile.block_n);
+      }
+      if constexpr (kShareOperands || kHasDq) __syncthreads();  // complete; the barrier before the next step frees them
+      if constexpr (kHasDv && kShareOperands) {
+        if (need_dv) accumulate(dv, smem.p, stage.dout);
+      } else if constexpr (kHasDv) {
+        if (need_dv) accumulate(dv, p, stage.dout);
+      }
+      if constexpr (kHasDq) add_dq(params, smem, dq_gmem, block * kTile.block_m);
+      if constexpr (kHasDk && kShareOperands) {
+        if (need_ds) accumulate(dk, smem.ds, stage.q);
+      } else if constexpr (kHasDk) {
+        if (need_ds) accumulate(dk, ds, stage.q);
+      }
     };
 
     const auto step = [&](int block) {
       const QueryStage& stage = smem.stage[block % kTile.stages];
       Scores s, dp;
       s.clear();
-      gemm_nt<Operand, kTile.head_dim>(s, smem.k, warp_row0, stage.q);
+      Gemm::nt<kTile.head_dim>(s, smem.k, warp_row0, stage.q, warp_query0);
       dp.clear();
-      if (kHasDk && has_dout && need_ds) gemm_nt<Operand, kTile.value_dim>(dp, smem.v, warp_row0, stage.dout);
+      if (kHasDk && has_dout && need_ds) Gemm::nt<kTile.value_dim>(dp, smem.v, warp_row0, stage.dout, warp_query0);
       const Band band{params.band_lo, params.band_hi};
       const int row0 = block * kTile.block_m;
       const auto to_p_and_ds = [&](auto masked, auto large) {
         constexpr bool kMasked = decltype(masked)::value, kLarge = decltype(large)::value;
-        s.for_each_with(dp, [&](float& s_or_p, float& dp_or_ds, int slot, int row, int col) {
+        s.for_each_with(dp, [&](Accumulator& s_or_p, Accumulator& dp_or_ds, int slot, int row, int warp_col) {
+          const int col = warp_query0 + warp_col;
           const ValueAndSlope v = apply_terms(params, s_or_p, bias[slot]);
           const int key = warp_row0 + row;
           const bool seen =
               !kMasked || (key < keys && row0 + col < params.seqlen_q && band.keeps(row0 + col, key0 + key));
-          s_or_p = seen ? probability<kLarge>(params, v.value, stage.lse[col]) : 0.f;
-          const float ds = s_or_p * (dp_or_ds - stage.delta[col]);
+          const Accumulator p = probability<kLarge>(params, exp2, v.value, stage.lse[col]);  // by whole warps
+          s_or_p = seen ? p : 0;
+          const Accumulator ds = s_or_p * (dp_or_ds - stage.delta[col]);
           if constexpr (kHasDk && kKeyBias) dkey_bias[slot] += ds;  // the bias comes after the softcap
           dp_or_ds = ds * v.slope;
         });
@@ -175,34 +284,24 @@ __device__ __forceinline__ void attention_backward_dkv(const Params& params, Sha
       } else {
         to_p_and_ds(Flag<true>{}, Flag<false>{});
       }
-      if constexpr (kHasDv) {
-        if (need_dv) {
-          OperandA<kMTiles, kTile.block_m> p_rmem;
-          to_operand<Operand>(p_rmem, s);
-          gemm_nn<Operand, kTile.block_m>(dv, p_rmem, stage.dout);
-        }
-      }
-      if constexpr (kHasDk) {
-        if (need_ds) {
-          OperandA<kMTiles, kTile.block_m> ds_rmem;
-          to_operand<Operand>(ds_rmem, dp);
-          gemm_nn<Operand, kTile.block_m>(dk, ds_rmem, stage.q);
-          if constexpr (kHasDq) add_dq(params, smem, ds_rmem, dq_gmem, row0);
-        }
-      }
+      finish_step(s, dp, block, smem);
     };
 
     if (blocks.end <= blocks.begin) continue;
     __syncthreads();  // nobody reads the tiles of the batch before any more
-    load_tile<kLoad, kThreads>(smem.k, base16(params.k, params.k_stride, batch), params.k_stride, key0, params.seqlen_k,
-                               params.head_dim);
+    pass_turn_on(smem);
+    load_tile<kLoad, kThreads>(smem.k, base<Operand>(params.k, params.k_stride, batch), params.k_stride, key0,
+                               params.seqlen_k, params.head_dim);
     if (kHasDk && has_dout)
-      load_tile<kLoad, kThreads>(smem.v, base16(params.v, params.v_stride, batch), params.v_stride, key0,
+      load_tile<kLoad, kThreads>(smem.v, base<Operand>(params.v, params.v_stride, batch), params.v_stride, key0,
                                  params.seqlen_k, params.value_dim);
     load_queries(blocks.begin);
     for (int block = blocks.begin; block < blocks.end; ++block) {
       copy_wait<0>();
+      Gemm::prepare<kThreads>(smem.stage[block % kTile.stages].q);
+      if (has_dout) Gemm::prepare<kThreads>(smem.stage[block % kTile.stages].dout);
       __syncthreads();  // this block's stage has landed for all; nobody reads the other stage any more
+      pass_turn_on(smem);
       if (kTile.stages > 1 && block + 1 < blocks.end) load_queries(block + 1);
       step(block);
       if (kTile.stages == 1 && block + 1 < blocks.end) {
@@ -212,7 +311,8 @@ __device__ __forceinline__ void attention_backward_dkv(const Params& params, Sha
     }
   }
 
-  if constexpr (kHasDq) __syncthreads();  // nobody reads K any more, where the results are staged
+  if constexpr (kHasDq || kShareOperands) __syncthreads();  // nobody reads K any more, where the results are staged
+  pass_turn_on(smem);
   store_gradients(params, dk, dv, dkey_bias, smem);
 }
 

@@ -3,70 +3,104 @@
 #pragma once
 #include "blocks.cuh"
 #include "epilogue.cuh"
-#include "gemm.cuh"
 #include "locate.cuh"
 #include "pipeline.cuh"
 #include "softmax.cuh"
+#include "store.cuh"
+#include "warp_grid.cuh"
 
 namespace cuflash {
 
-constexpr int kThreads = 32 * kTile.warps;
-constexpr int kMTiles = kTile.block_m / (16 * kTile.warps);
-static_assert(kMTiles * 16 * kTile.warps == kTile.block_m, "each warp owns whole 16-row tiles");
+constexpr int kMTiles = kTile.block_m / (16 * kRowWarps), kSlots = 2 * kMTiles;
+constexpr int kWarpKeys = kTile.block_n / kColumnWarps, kWarpFeatures = kTile.value_dim / kColumnWarps;
+static_assert(kMTiles * 16 * kRowWarps == kTile.block_m, "each warp owns whole 16-row tiles");
 static_assert(kTile.value_dim <= kTile.head_dim, "o is staged in q's tile");
 static_assert(kTile.block_n % 16 == 0, "p is an A operand of whole k steps");
 
-struct SharedStorage {
-  SharedTile<kTile.block_m, kTile.head_dim> q;
-  SharedTile<kTile.block_n, kTile.head_dim> k;
-  SharedTile<kTile.block_n, kTile.value_dim> v;
+struct PrivateStorage {
+  SharedTile<Operand, kTile.block_m, kTile.head_dim> q;
+  Gemm::TileB<kTile.block_n, kTile.head_dim> k;
+  ConditionalType<kTile.low_bits == 2, Gemm::TileB<kTile.block_n, kTile.value_dim>,
+                  SharedTile<Operand, kTile.block_n, kTile.value_dim>>
+      v;
 };
+template <int kKeys>  // a template so that a tile that keeps p in registers may be too narrow for it
+struct SharingStorage : PrivateStorage {
+  SharedTile<Operand, kTile.block_m, kKeys> p;
+  RowExchange<kTile.block_m> row;
+};
+using SharedStorage = ConditionalType<kShareOperands, SharingStorage<kTile.block_n>, PrivateStorage>;
 static_assert(sizeof(SharedStorage) == kSmemBytes, "the tile table counts the same bytes");
 
-using Scores = Fragment<kMTiles, kTile.block_n>;
+using Scores = Fragment<kMTiles, kWarpKeys>;
+using OutputRows = Fragment<kMTiles, kWarpFeatures>;
 
 // Score terms and, unless the whole block is seen, masks; row0 and key0 are the first of the warp's tile.
 template <bool kMasked>
 __device__ __forceinline__ void apply_score_terms(Scores& s, const Params& params, const KeyBias& key_bias, int row0,
                                                   int key0) {
   const Band band{params.band_lo, params.band_hi};
-  s.for_each([&](float& x, int, int row, int col) {
+  s.for_each([&](Accumulator& x, int, int row, int col) {
     const int key = key0 + col;
     const bool exists = !kMasked || key < params.seqlen_k;
-    x = apply_terms(params, x, kKeyBias && exists ? key_bias.value(key) : 0.f).value;
+    x = apply_terms(params, x, kKeyBias && exists ? key_bias.value(key) : 0).value;
     if constexpr (kMasked) x = exists && band.keeps(row0 + row, key) ? x : neg_inf();
   });
 }
 
-__device__ __forceinline__ void store_results(const Params& params, Fragment<kMTiles, kTile.value_dim>& o,
+// Row maxima and sums over the columns of all warps that share the rows.
+template <class Storage, class Combine>
+__device__ __forceinline__ void over_row(Storage& smem, Accumulator (&x)[kSlots], Combine combine) {
+  if constexpr (kShareOperands) exchange(smem.row, x, warp_row() * 16 * kMTiles, combine);
+}
+
+// o += p v.
+template <class Storage>
+__device__ __forceinline__ void accumulate_o(OutputRows& o, const Scores& p, Storage& smem) {
+  if constexpr (kShareOperands) {
+    store_fragment(p, smem.p, warp_row() * 16 * kMTiles, warp_column() * kWarpKeys);
+    __syncthreads();  // p of all keys is complete; the barriers of the next step free it again
+    Gemm::nn<kTile.block_n>(o, smem.p, warp_row() * 16 * kMTiles, smem.v, warp_column() * kWarpFeatures);
+  } else {
+    Gemm::OperandA<kMTiles, kWarpKeys> p_rmem;
+    Gemm::to_operand(p_rmem, p);
+    Gemm::nn<kWarpKeys>(o, p_rmem, smem.v, 0);
+  }
+}
+
+__device__ __forceinline__ void store_results(const Params& params, OutputRows& o,
                                               const OnlineSoftmax<kMTiles>& softmax, SharedStorage& smem) {
   const Work work = locate_rows(ceil_div(params.seqlen_q, kTile.block_m));
   const BatchIndex batch = batch_index(params, work.owned, 0);
   const int tile_row0 = work.block * kTile.block_m, rows = min_of(kTile.block_m, params.seqlen_q - tile_row0);
-  const int warp_row0 = warp_id() * 16 * kMTiles;
-  float o_scale[2 * kMTiles], lse[2 * kMTiles];
+  const int warp_row0 = warp_row() * 16 * kMTiles;
+  Accumulator sum[kSlots], o_scale[kSlots], lse[kSlots];
 #pragma unroll
-  for (int r = 0; r < 2 * kMTiles; ++r) softmax.finish(r, params.lse_scale, o_scale[r], lse[r]);
-  if (params.lse != nullptr && lane_id() % 4 == 0) {  // one lane of the quad that shares the row
-    float* lse_gmem = params.lse + offset(params.lse_stride, batch) + (tile_row0 + warp_row0) * params.lse_stride.row;
+  for (int r = 0; r < kSlots; ++r) sum[r] = quad_sum(softmax.row_sum[r]);
+  over_row(smem, sum, [](Accumulator a, Accumulator b) { return a + b; });
+#pragma unroll
+  for (int r = 0; r < kSlots; ++r) softmax.finish(r, sum[r], params.lse_scale, o_scale[r], lse[r]);
+  if (params.lse != nullptr && warp_column() == 0 && lane_id() % 4 == 0) {  // one lane of those that share the row
+    Accumulator* lse_gmem =
+        base<Accumulator>(params.lse, params.lse_stride, batch) + (tile_row0 + warp_row0) * params.lse_stride.row;
     Scores::for_each_row([&](int r, int row) {
       if (warp_row0 + row < rows) lse_gmem[row * params.lse_stride.row] = lse[r];
     });
   }
   if (params.value_dim == 0) return;
-  o.for_each([&](float& x, int slot, int, int) { x *= o_scale[slot]; });
-  store_rows<Output>(o, smem.q, warp_row0, base16(params.o, params.o_stride, batch), params.o_stride, tile_row0,
-                     params.seqlen_q, params.value_dim, params.store_vector != 0);
+  o.for_each([&](Accumulator& x, int slot, int, int) { x *= o_scale[slot]; });
+  store_rows(o, smem.q, warp_row0, warp_column() * kWarpFeatures, base<Output>(params.o, params.o_stride, batch),
+             params.o_stride, tile_row0, params.seqlen_q, params.value_dim, params.store_vector != 0);
 }
 
 __device__ __forceinline__ void attention_forward(const Params& params, SharedStorage& smem) {
   const Work work = locate_rows(ceil_div(params.seqlen_q, kTile.block_m));
   const BatchIndex batch = batch_index(params, work.owned, 0);
   const int tile_row0 = work.block * kTile.block_m, rows = min_of(kTile.block_m, params.seqlen_q - tile_row0);
-  const int warp_row0 = warp_id() * 16 * kMTiles;
-  const u16* q_gmem = base16(params.q, params.q_stride, batch);
-  const u16* k_gmem = base16(params.k, params.k_stride, batch);
-  const u16* v_gmem = base16(params.v, params.v_stride, batch);
+  const int warp_row0 = warp_row() * 16 * kMTiles, warp_key0 = warp_column() * kWarpKeys;
+  const Operand* q_gmem = base<Operand>(params.q, params.q_stride, batch);
+  const Operand* k_gmem = base<Operand>(params.k, params.k_stride, batch);
+  const Operand* v_gmem = base<Operand>(params.v, params.v_stride, batch);
   const KeyBias key_bias{params.key_bias == nullptr ? nullptr : params.key_bias + offset(params.key_bias_stride, batch),
                          params.key_bias_stride.row};
 
@@ -83,32 +117,31 @@ __device__ __forceinline__ void attention_forward(const Params& params, SharedSt
     copy_commit();
   };
 
-  Fragment<kMTiles, kTile.value_dim> o;
+  OutputRows o;
   o.clear();
   OnlineSoftmax<kMTiles> softmax(params.exponent_scale);
 
   const auto step = [&](int block) {
     copy_wait<0>();
+    Gemm::prepare<kThreads>(smem.k);
     __syncthreads();  // K(block), and Q, have landed for all; nobody reads V of the block before any more
     if (has_value) load_v(block);
     Scores s;
     s.clear();
-    gemm_nt<Operand, kTile.head_dim>(s, smem.q, warp_row0, smem.k);
+    Gemm::nt<kTile.head_dim>(s, smem.q, warp_row0, smem.k, warp_key0);
     copy_wait<0>();
+    if (has_value) Gemm::prepare<kThreads>(smem.v);
     __syncthreads();  // V(block) has landed for all; nobody reads K(block) any more
     if (block > blocks.begin) load_k(block - 1);
     if (blocks.is_full(block)) {
-      apply_score_terms<false>(s, params, key_bias, tile_row0 + warp_row0, block * kTile.block_n);
+      apply_score_terms<false>(s, params, key_bias, tile_row0 + warp_row0, block * kTile.block_n + warp_key0);
     } else {
-      apply_score_terms<true>(s, params, key_bias, tile_row0 + warp_row0, block * kTile.block_n);
+      apply_score_terms<true>(s, params, key_bias, tile_row0 + warp_row0, block * kTile.block_n + warp_key0);
     }
-    float rescale[2 * kMTiles];
-    softmax.update(s, rescale);
-    if (!has_value) return;
-    o.for_each([&](float& x, int slot, int, int) { x *= rescale[slot]; });
-    OperandA<kMTiles, kTile.block_n> p_rmem;
-    to_operand<Operand>(p_rmem, s);
-    gemm_nn<Operand, kTile.block_n>(o, p_rmem, smem.v);
+    softmax.update(s, o, [&](Accumulator(&row_max)[kSlots]) {
+      over_row(smem, row_max, [](Accumulator a, Accumulator b) { return larger(a, b); });
+    });
+    if (has_value) accumulate_o(o, s, smem);
   };
 
   if (blocks.end > blocks.begin) {
@@ -117,6 +150,7 @@ __device__ __forceinline__ void attention_forward(const Params& params, SharedSt
   }
   for (int block = blocks.end - 1; block >= blocks.begin; --block) step(block);
 
+  if constexpr (kShareOperands) __syncthreads();  // nobody reads row maxima any more, where the sums will be
   store_results(params, o, softmax, smem);
 }
 

@@ -5,6 +5,7 @@ namespace cuflash {
 
 using u16 = unsigned short;
 using u32 = unsigned int;
+using u64 = unsigned long long;
 using i64 = long long;
 
 struct Half {
@@ -40,14 +41,13 @@ struct Tile {
   int head_dim, value_dim;  // buckets: the caller's dims are at most these
   int block_m, block_n;     // query rows and keys of a block
   int stages, warps;
+  int column_warps;  // warps that share a row of scores between them
+  int low_bits;      // float32 tiles kept with their low bits: 1 those read row by row, 2 the forward's V, too
 };
 
 // How operands come from global memory: vectors of so many bytes, or single elements at any stride.
 enum class LoadKind { k16, k8, k4, kStrided };
 
-constexpr float kLog2E = 1.4426950408889634f;
-constexpr float kLn2 = 0.6931471805599453f;
-constexpr float kLargeExponent = 16777216.f;  // 2^24: from here on float32 has no fraction
 constexpr int kRowPadding = 128;  // row vectors of the workspace are padded to this many rows, so that tiles load whole
 constexpr u32 kFullWarp = 0xffffffffu;
 

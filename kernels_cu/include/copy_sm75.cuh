@@ -41,6 +41,10 @@ __device__ __forceinline__ void copy(void* smem, const void* gmem, int valid) {
   }
   *static_cast<V*>(smem) = x;
 }
+template <int kBytes>
+__device__ __forceinline__ void copy(void* smem, const void* gmem) {
+  *static_cast<typename Vector<kBytes>::type*>(smem) = *static_cast<const typename Vector<kBytes>::type*>(gmem);
+}
 __device__ __forceinline__ void copy_commit() {}
 template <int kPending>
 __device__ __forceinline__ void copy_wait() {}

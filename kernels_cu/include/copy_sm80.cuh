@@ -10,6 +10,10 @@ template <int kBytes>
 __device__ __forceinline__ void copy(void* smem, const void* gmem, int valid) {
   cp_async<kBytes>(smem, gmem, valid);
 }
+template <int kBytes>
+__device__ __forceinline__ void copy(void* smem, const void* gmem) {
+  cp_async<kBytes>(smem, gmem);
+}
 __device__ __forceinline__ void copy_commit() { cp_async_commit(); }
 template <int kPending>
 __device__ __forceinline__ void copy_wait() {

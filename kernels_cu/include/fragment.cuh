@@ -1,10 +1,6 @@
 // Register tiles of one warp and the logical position of each element: nothing above this file knows a lane id.
-// The including kernel chose the family of pack().
 #pragma once
-#include "common.cuh"
-#include "ptx/convert.cuh"
-#include "ptx/ldmatrix.cuh"
-#include "shared.cuh"
+#include "accumulator.cuh"
 
 namespace cuflash {
 
@@ -16,7 +12,7 @@ __device__ __forceinline__ int warp_id() { return threadIdx.x / 32; }
 template <int kMTiles, int kCols>
 struct Fragment {
   static constexpr int kNTiles = kCols / 8;
-  float x[kMTiles][kNTiles][4];
+  Accumulator x[kMTiles][kNTiles][4];
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -24,7 +20,7 @@ struct Fragment {
 #pragma unroll
       for (int n = 0; n < kNTiles; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) x[m][n][i] = 0.f;
+        for (int i = 0; i < 4; ++i) x[m][n][i] = 0;
   }
 
   // f(element, row slot, row, column): row and column within the warp's tile; 2 * kMTiles row slots a lane.
@@ -61,14 +57,13 @@ struct Fragment {
       for (int j = 0; j < 2; ++j) f(x[slot / 2][n][2 * (slot % 2) + j]);
   }
 
-  // f(element, index): index counts 8-column tiles, then registers, then lanes. 16 rows are 16 * kCols elements.
+  // f(registers, row, column): the first row and column of each tile of 16 rows and 8 columns.
   template <class F>
-  __device__ __forceinline__ void for_each_in_order(F f) {
-    static_assert(kMTiles == 1, "one 16-row tile at a time");
+  __device__ __forceinline__ void for_each_tile(F f) {
 #pragma unroll
-    for (int n = 0; n < kNTiles; ++n)
+    for (int m = 0; m < kMTiles; ++m)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) f(x[0][n][i], (4 * n + i) * 32 + lane_id());
+      for (int n = 0; n < kNTiles; ++n) f(x[m][n], 16 * m, 8 * n);
   }
 
   // f(row slot, row): the rows of which this lane holds elements.
@@ -80,67 +75,13 @@ struct Fragment {
 };
 
 // A quad of lanes holds a row between them.
-__device__ __forceinline__ float quad_max(float x) {
-  x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 1));
-  return fmaxf(x, __shfl_xor_sync(kFullWarp, x, 2));
+__device__ __forceinline__ Accumulator quad_max(Accumulator x) {
+  x = larger(x, __shfl_xor_sync(kFullWarp, x, 1));
+  return larger(x, __shfl_xor_sync(kFullWarp, x, 2));
 }
-__device__ __forceinline__ float quad_sum(float x) {
+__device__ __forceinline__ Accumulator quad_sum(Accumulator x) {
   x += __shfl_xor_sync(kFullWarp, x, 1);
   return x + __shfl_xor_sync(kFullWarp, x, 2);
-}
-
-// The A operand of a product over kCols: accumulators of column tiles 2k and 2k+1, rounded, are its k step k.
-template <int kMTiles, int kCols>
-struct OperandA {
-  u32 x[kMTiles][kCols / 16][4];
-};
-
-template <class T, int kMTiles, int kCols>
-__device__ __forceinline__ void to_operand(OperandA<kMTiles, kCols>& a, const Fragment<kMTiles, kCols>& f) {
-#pragma unroll
-  for (int m = 0; m < kMTiles; ++m)
-#pragma unroll
-    for (int k = 0; k < kCols / 16; ++k)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float (&tile)[4] = f.x[m][2 * k + i / 2];
-        a.x[m][k][i] = pack<T>(tile[2 * (i % 2)], tile[2 * (i % 2) + 1]);
-      }
-}
-
-// The operand's elements to the warp's rows of a tile.
-template <int kMTiles, int kCols, class SharedT>
-__device__ __forceinline__ void store_operand(const OperandA<kMTiles, kCols>& a, SharedT& tile, int row0) {
-#pragma unroll
-  for (int m = 0; m < kMTiles; ++m)
-#pragma unroll
-    for (int k = 0; k < kCols / 16; ++k)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        u16* to = tile.at(row0 + 16 * m + lane_id() / 4 + 8 * (i % 2), 2 * k + i / 2) + 2 * (lane_id() % 4);
-        *reinterpret_cast<u32*>(to) = a.x[m][k][i];
-      }
-}
-
-// Rows row0 .. row0+15, k step `k` of a row-major tile, as an A operand.
-template <class SharedT>
-__device__ __forceinline__ void load_a(u32 (&a)[4], const SharedT& tile, int row0, int k) {
-  ldmatrix_x4(a, tile.at(row0 + lane_id() % 16, 2 * k + lane_id() / 16));
-}
-// Columns row0 .. row0+15 of a tile stored as (k, m), rows of k step `k`, as an A operand.
-template <class SharedT>
-__device__ __forceinline__ void load_a_trans(u32 (&a)[4], const SharedT& tile, int row0, int k) {
-  ldmatrix_x4_trans(a, tile.at(16 * k + lane_id() % 8 + lane_id() / 16 * 8, row0 / 8 + lane_id() / 8 % 2));
-}
-// Rows n0 .. n0+15 of a tile stored as (n, k), k step `k`: two B operands of 8 columns.
-template <class SharedT>
-__device__ __forceinline__ void load_b(u32 (&b)[4], const SharedT& tile, int n0, int k) {
-  ldmatrix_x4(b, tile.at(n0 + lane_id() % 8 + lane_id() / 16 * 8, 2 * k + lane_id() / 8 % 2));
-}
-// Columns n0 .. n0+15 of a tile stored as (k, n), rows of k step `k`: two B operands of 8 columns.
-template <class SharedT>
-__device__ __forceinline__ void load_b_trans(u32 (&b)[4], const SharedT& tile, int n0, int k) {
-  ldmatrix_x4_trans(b, tile.at(16 * k + lane_id() % 16, n0 / 8 + lane_id() / 16));
 }
 
 }  // namespace cuflash

@@ -48,12 +48,14 @@ __device__ __forceinline__ i64 offset(const Strides& s, BatchIndex b) {
   return b.i[0] * s.batch[0] + b.i[1] * s.batch[1] + b.i[2] * s.batch[2];
 }
 
-// Base of a batch in an array of 16-bit elements.
-__device__ __forceinline__ const u16* base16(const void* x, const Strides& s, BatchIndex b) {
-  return static_cast<const u16*>(x) + offset(s, b);
+// Base of a batch in an array.
+template <class T>
+__device__ __forceinline__ const T* base(const void* x, const Strides& s, BatchIndex b) {
+  return static_cast<const T*>(x) + offset(s, b);
 }
-__device__ __forceinline__ u16* base16(void* x, const Strides& s, BatchIndex b) {
-  return static_cast<u16*>(x) + offset(s, b);
+template <class T>
+__device__ __forceinline__ T* base(void* x, const Strides& s, BatchIndex b) {
+  return static_cast<T*>(x) + offset(s, b);
 }
 
 }  // namespace cuflash

@@ -1,6 +1,6 @@
 // The call, as the kernels see it. cuflash/params.py holds the same layout and proves it by static_assert.
 #pragma once
-#include "common.cuh"
+#include "accumulator.cuh"
 
 namespace cuflash {
 
@@ -12,23 +12,31 @@ struct Strides {
 enum Need : int { kNeedQ = 1, kNeedK = 2, kNeedV = 4, kNeedKeyBias = 8 };
 
 struct Params {
-  const void* q;          // (batch, seqlen_q, head_dim)
-  const void* k;          // (batch, seqlen_k, head_dim)
-  const void* v;          // (batch, seqlen_k, value_dim)
-  const float* key_bias;  // (batch, seqlen_k) or null
-  void* o;                // (batch, seqlen_q, value_dim)
-  float* lse;             // (batch, seqlen_q) or null
-  const void* dout;       // (batch, seqlen_q, value_dim) or null
-  const float* dlse;      // (batch, seqlen_q) or null
-  float* row_lse;         // workspace (batch, seqlen_q rounded up): lse, +inf where a row has no key
-  float* delta;           // workspace (batch, seqlen_q rounded up): rowsum(do * o) - dlse
-  void* dq;               // as q
-  void* dk;               // as k
-  void* dv;               // as v
-  float* dkey_bias;       // as key_bias
-  float* dq_accum;  // workspace of the unordered mode: dq / scale, 16-row tiles of the tile head dim, register order
+  const void* q;                // (batch, seqlen_q, head_dim)
+  const void* k;                // (batch, seqlen_k, head_dim)
+  const void* v;                // (batch, seqlen_k, value_dim)
+  const Accumulator* key_bias;  // (batch, seqlen_k) or null
+  void* o;                      // (batch, seqlen_q, value_dim)
+  Accumulator* lse;             // (batch, seqlen_q) or null
+  const void* dout;             // (batch, seqlen_q, value_dim) or null
+  const Accumulator* dlse;      // (batch, seqlen_q) or null
+  Accumulator* row_lse;         // workspace (batch, seqlen_q rounded up): lse, +inf where a row has no key
+  Accumulator* delta;           // workspace (batch, seqlen_q rounded up): rowsum(do * o) - dlse
+  void* dq;                     // as q
+  void* dk;                     // as k
+  void* dv;                     // as v
+  Accumulator* dkey_bias;       // as key_bias
+  // Workspace of the fused backward: dq / scale in 16-row tiles of the tile head dim, in register order; for each block
+  // of query rows, how many CTAs have added to it; and how many CTAs have claimed work.
+  Accumulator* dq_accum;
+  int* dq_turn;
+  int* claims;
   Strides q_stride, k_stride, v_stride, key_bias_stride, o_stride, lse_stride, dout_stride, dlse_stride, row_lse_stride,
-      delta_stride, dq_stride, dk_stride, dv_stride, dkey_bias_stride, dq_accum_stride;
+      delta_stride, dq_stride, dk_stride, dv_stride, dkey_bias_stride, dq_accum_stride, dq_turn_stride, claims_stride;
+  Accumulator scale;
+  Accumulator exponent_scale;  // c: the factor from a score to the exponent of 2
+  Accumulator lse_scale;       // the factor from a score to natural units
+  Accumulator softcap;         // 0: none
   // Batch axes that a CTA owns (grid) and those it sums over (loop): of each axis one of the two extents is 1.
   int grid_extent0, grid_extent1, grid_extent2;
   int loop_extent0, loop_extent1, loop_extent2;
@@ -37,10 +45,6 @@ struct Params {
   int band_lo, band_hi;     // row i sees key j iff i + band_lo <= j <= i + band_hi
   int need;                 // bits of Need
   int store_vector;         // outputs of this launch take 16-byte stores
-  float scale;
-  float exponent_scale;  // c: the factor from a score to the exponent of 2
-  float lse_scale;       // the factor from a score to natural units
-  float softcap;         // 0: none
 };
 
 struct MergePart {

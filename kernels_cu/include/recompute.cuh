@@ -2,15 +2,14 @@
 #pragma once
 #include "common.cuh"
 #include "params.cuh"
-#include "ptx/math.cuh"
 #include "score.cuh"
 
 namespace cuflash {
 
 // Whether lse is so large that fl(lse * log2(e)) no longer meets s * c within a fraction. Rows of lse +inf do not
 // count.
-__device__ __forceinline__ bool is_large_lse(float lse) {
-  return fabsf(lse) >= kLargeExponent * kLn2 && lse < pos_inf();
+__device__ __forceinline__ bool is_large_lse(Accumulator lse) {
+  return fabs(lse) >= kLargeExponent * kLn2 && lse < pos_inf();
 }
 
 // p = exp(s - lse) of a score as the products leave it. lse is +inf for rows beyond the length and rows without keys:
@@ -18,10 +17,11 @@ __device__ __forceinline__ bool is_large_lse(float lse) {
 // From 2^24 on the difference is taken first, in natural units, of products rounded as the forward rounded them: one
 // contracted to an FMA would leave the rounding of lse, which can be thousands, in the exponent.
 template <bool kLarge>
-__device__ __forceinline__ float probability(const Params& params, float s, float lse) {
-  const float exponent = kLarge && is_large_lse(lse) ? __fsub_rn(__fmul_rn(s, params.lse_scale), lse) * kLog2E
-                                                     : fmaf(s, params.exponent_scale, -lse * kLog2E);
-  return ex2(exponent > 0.f ? 0.f : exponent);
+__device__ __forceinline__ Accumulator probability(const Params& params, const Exp2& exp2, Accumulator s,
+                                                   Accumulator lse) {
+  const Accumulator exponent = kLarge && is_large_lse(lse) ? add_rn(mul_rn(s, params.lse_scale), -lse) * kLog2E
+                                                           : fma(s, params.exponent_scale, -lse * kLog2E);
+  return exp2.flushed(exponent > 0 ? 0 : exponent);
 }
 
 }  // namespace cuflash

@@ -1,75 +1,122 @@
 // Online softmax of one warp's rows, base 2.
 //
-// The reference mc = fl(row_max * c) is used alike in p = 2^(s*c - mc) (one FMA), in the rescale and in lse: any common
-// reference is exact. From |mc| = 2^24 on, the rounding of the product no longer cancels in the FMA (its residue can be
-// thousands), so such rows subtract first: p = 2^((s - row_max) * c), reference row_max * c unrounded.
-// A mask is -inf; the reference of a row that has seen no key is 0.
+// p = 2^(s*c - mc) (one FMA) with a reference mc = fl(m * c) for each row, used alike in p, in the rescale and in lse:
+// any common reference is exact. m is the row's maximum when the reference last moved. It moves only once the maximum
+// has grown by a factor of 2^kLag in p, which is rare after the first blocks: until then p and the sums are at most
+// 2^kLag larger than they could be, and o is left alone. From |mc| = 2^24 (double: 2^53) on, the rounding of the
+// product no longer cancels in the FMA (its residue can be thousands), so such rows subtract first: p = 2^((s - m) *
+// c), reference m * c unrounded. A mask is -inf; the reference of a row that has seen no key is 0.
 #pragma once
-#include "common.cuh"
 #include "fragment.cuh"
-#include "ptx/math.cuh"
 
 namespace cuflash {
 
 // Negated so that NaN counts as large.
-__device__ __forceinline__ bool is_large(float exponent) { return !(fabsf(exponent) < kLargeExponent); }
+__device__ __forceinline__ bool is_large(Accumulator exponent) { return !(fabs(exponent) < kLargeExponent); }
 
 template <int kMTiles>
 struct OnlineSoftmax {
   static constexpr int kRows = 2 * kMTiles;
-  float row_max[kRows];  // over the whole row: the quad agrees
-  float row_sum[kRows];  // over this lane's columns: finish() adds the quad
-  float c;               // from a score to an exponent of 2
+  static constexpr Accumulator kLag = 8;
+  Accumulator row_max[kRows];  // m; the warps that share the row agree
+  Accumulator row_sum[kRows];  // over this lane's columns
+  Accumulator c;               // from a score to an exponent of 2
+  Exp2 exp2;
 
-  __device__ __forceinline__ explicit OnlineSoftmax(float exponent_scale) : c(exponent_scale) {
+  __device__ __forceinline__ explicit OnlineSoftmax(Accumulator exponent_scale) : c(exponent_scale), exp2(lane_id()) {
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) row_max[r] = neg_inf(), row_sum[r] = 0.f;
+    for (int r = 0; r < kRows; ++r) row_max[r] = neg_inf(), row_sum[r] = 0;
   }
 
-  static __device__ __forceinline__ float reference(float max) { return max == neg_inf() ? 0.f : max; }
+  static __device__ __forceinline__ Accumulator reference(Accumulator max) { return max == neg_inf() ? 0 : max; }
 
-  // Turns scores into p and leaves in `rescale` the factor that earlier sums of the row take.
-  template <int kCols>
-  __device__ __forceinline__ void update(Fragment<kMTiles, kCols>& s, float (&rescale)[kRows]) {
+  // Turns scores into p, and rescales o and the sums of rows whose reference moves. share(maxima) is where warps that
+  // hold other columns of the same rows agree.
+  template <int kCols, int kOCols, class Share>
+  __device__ __forceinline__ void update(Fragment<kMTiles, kCols>& s, Fragment<kMTiles, kOCols>& o, Share share) {
+    Accumulator max[kRows], mc[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const float old_max = row_max[r];
-      float max = old_max;
-      s.for_each_in_row(r, [&](float& x) { max = fmaxf(max, x); });
-      row_max[r] = max = quad_max(max);
-      const float m = reference(max), old_m = reference(old_max), old_mc = __fmul_rn(old_m, c);
-      float mc = __fmul_rn(m, c), exponent = old_mc - mc;  // not contracted: the references as they are used
-      const bool large = is_large(mc), old_large = is_large(old_mc);
-      if (__any_sync(kFullWarp, large || old_large)) {
-        // Each reference as it was used: rounded below 2^24, exact above.
-        exponent = large       ? (old_large ? (old_m - m) * c : fmaf(-m, c, old_mc))
-                   : old_large ? fmaf(old_m, c, -mc)
-                               : exponent;
-        if (large) {  // the maximum leaves the scores before the FMA does, whose reference then is 0
-          s.for_each_in_row(r, [&](float& x) { x -= m; });
-          mc = 0.f;
-        }
-      }
-      // A row without keys so far has sums of 0: any finite factor serves, and 2^(0 - mc) may not be finite.
-      rescale[r] = old_max == neg_inf() ? 0.f : ex2(exponent);
-      float sum = 0.f;
-      s.for_each_in_row(r, [&](float& x) {
-        x = ex2(fmaf(x, c, -mc));
-        sum += x;
+      max[r] = row_max[r];
+      s.for_each_in_row(r, [&](Accumulator& x) { max[r] = larger(max[r], x); });
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) max[r] = quad_max(max[r]);
+    share(max);
+    bool rare = false;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      mc[r] = mul_rn(row_max[r], c);
+      rare |= is_large(mc[r]) || moves(row_max[r], max[r]);
+    }
+    if (__any_sync(kFullWarp, rare)) move_references(s, o, max, mc);
+    bool far = false;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r)
+      s.for_each_in_row(r, [&](Accumulator& x) {
+        x = fma(x, c, -mc[r]);
+        far |= Exp2::is_far(x);
       });
-      row_sum[r] = row_sum[r] * rescale[r] + sum;
+    if (Exp2::kHasFar && __any_sync(kFullWarp, far)) {
+      to_p(s, exp2);
+    } else {
+      to_p(s, [&](Accumulator x) { return exp2.near(x); });
     }
   }
 
-  // The factor that makes o of row slot r an average, and the row's lse in natural units.
-  __device__ __forceinline__ void finish(int r, float lse_scale, float& o_scale, float& lse) const {
-    const float sum = quad_sum(row_sum[r]), m = reference(row_max[r]), mc = __fmul_rn(m, c);
-    const bool empty = row_max[r] == neg_inf() && sum == 0.f;  // NaN scores leave a NaN sum, not an empty row
-    o_scale = empty ? 0.f : 1.f / sum;
+  // The factor that makes o of row slot r an average, and the row's lse in natural units; `sum` is over the whole row.
+  __device__ __forceinline__ void finish(int r, Accumulator sum, Accumulator lse_scale, Accumulator& o_scale,
+                                         Accumulator& lse) const {
+    const Accumulator m = reference(row_max[r]), mc = mul_rn(m, c);
+    const bool empty = row_max[r] == neg_inf() && sum == 0;  // NaN scores leave a NaN sum, not an empty row
+    o_scale = empty ? 0 : 1 / sum;
     if (empty || row_max[r] == pos_inf()) {
       lse = row_max[r];
     } else {
-      lse = is_large(mc) ? __fadd_rn(__fmul_rn(m, lse_scale), lg2(sum) * kLn2) : (mc + lg2(sum)) * kLn2;
+      lse = is_large(mc) ? add_rn(mul_rn(m, lse_scale), lg2(sum) * kLn2) : (mc + lg2(sum)) * kLn2;
+    }
+  }
+
+ private:
+  // Negated: a reference of -inf moves, whatever the maximum.
+  __device__ __forceinline__ bool moves(Accumulator old_max, Accumulator max) const {
+    return !((max - old_max) * c <= kLag);
+  }
+
+  template <int kCols, class Exp>
+  __device__ __forceinline__ void to_p(Fragment<kMTiles, kCols>& s, const Exp& exp) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      Accumulator sum = 0;  // of the block by itself: one long chain of additions would drift
+      s.for_each_in_row(r, [&](Accumulator& x) { sum += x = exp(x); });
+      row_sum[r] += sum;
+    }
+  }
+
+  // The rare part of update(): references move, and large ones leave the scores before the FMA does.
+  template <int kCols, int kOCols>
+  __device__ __forceinline__ void move_references(Fragment<kMTiles, kCols>& s, Fragment<kMTiles, kOCols>& o,
+                                                  const Accumulator (&max)[kRows], Accumulator (&mc)[kRows]) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const Accumulator old_max = row_max[r];
+      const bool moved = moves(old_max, max[r]);
+      if (moved) row_max[r] = max[r];
+      const Accumulator m = reference(row_max[r]), old_m = reference(old_max), old_mc = mul_rn(old_m, c);
+      mc[r] = mul_rn(m, c);
+      const bool large = is_large(mc[r]), old_large = is_large(old_mc);
+      // Each reference as it was used: rounded below 2^24, exact above.
+      const Accumulator exponent = large       ? (old_large ? (old_m - m) * c : fma(-m, c, old_mc))
+                                   : old_large ? fma(old_m, c, -mc[r])
+                                               : old_mc - mc[r];
+      if (large) {
+        s.for_each_in_row(r, [&](Accumulator& x) { x -= m; });
+        mc[r] = 0;
+      }
+      // A row without keys so far has sums of 0: any finite factor serves, and 2^exponent may not be finite.
+      const Accumulator factor = exp2(exponent), rescale = !moved ? 1 : old_max == neg_inf() ? 0 : factor;
+      row_sum[r] *= rescale;
+      o.for_each_in_row(r, [&](Accumulator& x) { x *= rescale; });
     }
   }
 };

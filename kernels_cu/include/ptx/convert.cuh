@@ -15,6 +15,10 @@ __device__ __forceinline__ double to_float(double x) { return x; }
 
 template <class T>
 __device__ __forceinline__ T from_float(float x);
+template <class T>
+__device__ __forceinline__ T from_float(double x) {
+  return x;
+}
 template <>
 __device__ __forceinline__ Half from_float<Half>(float x) {
   Half y;

@@ -1,6 +1,6 @@
 // Asynchronous copies from global to shared memory (sm_80). Bytes past `valid` are written as zeros and not read.
 #pragma once
-#include "ptx/ldmatrix.cuh"
+#include "ptx/shared.cuh"
 
 namespace cuflash {
 
@@ -14,6 +14,11 @@ __device__ __forceinline__ void cp_async(void* smem, const void* gmem, int valid
                  "r"(valid)
                  : "memory");
   }
+}
+template <int kBytes>
+__device__ __forceinline__ void cp_async(void* smem, const void* gmem) {
+  static_assert(kBytes == 16, "whole tiles come in the widest copies");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(smem)), "l"(gmem) : "memory");
 }
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kPending>

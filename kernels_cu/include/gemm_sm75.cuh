@@ -1,5 +1,5 @@
-// The family's tensor-core step, two m16n8k8 that split the registers of an m16n8k16 between them, and the rounding of
-// its operands.
+// The family's products: two m16n8k8 that split the registers of an m16n8k16 between them for float16, ordinary FMAs
+// for floats and doubles.
 #pragma once
 #include "ptx/convert.cuh"
 #include "ptx/mma.cuh"
@@ -19,3 +19,10 @@ __device__ __forceinline__ u32 pack(float low, float high) {
 }
 
 }  // namespace cuflash
+
+#include "gemm_16bit.cuh"
+#include "gemm_fma.cuh"
+
+namespace cuflash {
+using Gemm = ConditionalType<sizeof(Operand) == 2, Gemm16Bit, GemmFma>;
+}

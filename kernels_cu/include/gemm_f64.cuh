@@ -1,0 +1,124 @@
+// Products of one warp over doubles. The including kernel chose dmma_step(), its tensor-core step.
+//
+// A k step is 16 deep, and slot t + 4 * s of it (t = lane % 4, s < 4) may be any column as long as A and B agree. Where
+// both come row by row, lane t takes columns 4t .. 4t+3: two 16-byte loads. Where A is an accumulator, slots 0 and 1
+// are its columns 2t and 2t+1 of one 8-column tile and slots 2 and 3 those of the next: nothing moves between lanes.
+#pragma once
+#include "fragment.cuh"
+#include "plain_tiles.cuh"
+
+namespace cuflash {
+
+struct GemmF64 : PlainTiles {
+  template <int kMTiles, int kDepth>
+  using OperandA = Fragment<kMTiles, kDepth>;
+
+  template <int kMTiles, int kDepth>
+  static __device__ __forceinline__ void to_operand(OperandA<kMTiles, kDepth>& a, const Fragment<kMTiles, kDepth>& f) {
+    a = f;
+  }
+
+  // acc += A B^T: A rows row0.. of a tile (rows, k), B rows col0.. of a tile (cols, k).
+  template <int kDepth, int kMTiles, int kCols, class SharedA, class SharedB>
+  static __device__ __forceinline__ void nt(Fragment<kMTiles, kCols>& acc, const SharedA& a_smem, int row0,
+                                            const SharedB& b_smem, int col0) {
+    const u32 a_at = a_smem.address(row0 + lane_id() / 4, 4 * (lane_id() % 4));
+    const u32 b_at = b_smem.address(col0 + lane_id() / 4, 4 * (lane_id() % 4));
+    // Where a step is short, more than a few in one piece have the compiler run out of registers for what it loads
+    // ahead.
+    constexpr int kUnroll = kCols >= 32 ? 8 : 4;
+#pragma unroll kUnroll
+    for (int k = 0; k < kDepth / 16; ++k) {
+      double a[kMTiles][8];
+#pragma unroll
+      for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          double x[2];
+          ld_shared(x, SharedA::advance(a_at, 16 * m + 8 * (i % 2), 16 * k + 2 * (i / 2)));
+          a[m][4 * (i / 2) + i % 2] = x[0];
+          a[m][4 * (i / 2) + 2 + i % 2] = x[1];
+        }
+#pragma unroll
+      for (int n = 0; n < kCols / 8; ++n) {
+        double b[2][2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) ld_shared(b[i], SharedB::advance(b_at, 8 * n, 16 * k + 2 * i));
+#pragma unroll
+        for (int m = 0; m < kMTiles; ++m) dmma_step(acc.x[m][n], a[m], {b[0][0], b[0][1], b[1][0], b[1][1]});
+      }
+    }
+  }
+
+  // acc += A B: A in registers (rows, k), B columns col0.. of a tile (k, cols).
+  template <int kDepth, int kMTiles, int kCols, class SharedB>
+  static __device__ __forceinline__ void nn(Fragment<kMTiles, kCols>& acc, const OperandA<kMTiles, kDepth>& a_rmem,
+                                            const SharedB& b_smem, int col0) {
+#pragma unroll
+    for (int k = 0; k < kDepth / 16; ++k) {
+      double a[kMTiles][8];
+#pragma unroll
+      for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+        for (int i = 0; i < 8; ++i) a[m][i] = a_rmem.x[m][2 * k + i / 4][2 * (i % 2) + i / 2 % 2];
+      step_nn(acc, a, b_smem, k, col0);
+    }
+  }
+
+  // acc += A B: A rows row0.. of a tile (rows, k), B columns col0.. of a tile (k, cols).
+  template <int kDepth, int kMTiles, int kCols, class SharedA, class SharedB>
+  static __device__ __forceinline__ void nn(Fragment<kMTiles, kCols>& acc, const SharedA& a_smem, int row0,
+                                            const SharedB& b_smem, int col0) {
+    const u32 a_at = a_smem.address(row0 + lane_id() / 4, 2 * (lane_id() % 4));
+#pragma unroll
+    for (int k = 0; k < kDepth / 16; ++k) {
+      double a[kMTiles][8];
+#pragma unroll
+      for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {  // half i % 2 of the rows, column tile i / 2
+          double x[2];
+          ld_shared(x, SharedA::advance(a_at, 16 * m + 8 * (i % 2), 16 * k + 8 * (i / 2)));
+          a[m][4 * (i / 2) + i % 2] = x[0];
+          a[m][4 * (i / 2) + 2 + i % 2] = x[1];
+        }
+      step_nn(acc, a, b_smem, k, col0);
+    }
+  }
+
+  // acc += A^T B: A columns row0.. of a tile (k, rows), B columns col0.. of a tile (k, cols).
+  template <int kDepth, int kMTiles, int kCols, class SharedA, class SharedB>
+  static __device__ __forceinline__ void tn(Fragment<kMTiles, kCols>& acc, const SharedA& a_smem, int row0,
+                                            const SharedB& b_smem, int col0) {
+    const u32 a_at[2] = {a_smem.address(2 * (lane_id() % 4), row0 + lane_id() / 4),
+                         a_smem.address(2 * (lane_id() % 4) + 1, row0 + lane_id() / 4)};
+#pragma unroll
+    for (int k = 0; k < kDepth / 16; ++k) {
+      double a[kMTiles][8];
+#pragma unroll
+      for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+        for (int i = 0; i < 8; ++i)  // slot i / 2
+          ld_shared(a[m][i], SharedA::advance(a_at[i / 2 % 2], 16 * k + 8 * (i / 4), 16 * m + 8 * (i % 2)));
+      step_nn(acc, a, b_smem, k, col0);
+    }
+  }
+
+ private:
+  template <int kMTiles, int kCols, class SharedB>
+  static __device__ __forceinline__ void step_nn(Fragment<kMTiles, kCols>& acc, const double (&a)[kMTiles][8],
+                                                 const SharedB& b_smem, int k, int col0) {
+    const u32 b_at[2] = {b_smem.address(2 * (lane_id() % 4), col0 + lane_id() / 4),
+                         b_smem.address(2 * (lane_id() % 4) + 1, col0 + lane_id() / 4)};
+#pragma unroll
+    for (int n = 0; n < kCols / 8; ++n) {
+      double b[4];
+#pragma unroll
+      for (int s = 0; s < 4; ++s) ld_shared(b[s], SharedB::advance(b_at[s % 2], 16 * k + 8 * (s / 2), 8 * n));
+#pragma unroll
+      for (int m = 0; m < kMTiles; ++m) dmma_step(acc.x[m][n], a[m], b);
+    }
+  }
+};
+
+}  // namespace cuflash

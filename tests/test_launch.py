@@ -1,0 +1,223 @@
+"""The launcher without a GPU: what it serves on each target, and that it asks only for variants that are listed.
+
+A pretended CuPy hands it NumPy memory; kernels are neither compiled nor run.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any, ClassVar
+
+import fake_gpu
+import gpu_cases
+import numpy as np
+import pytest
+from backends import HOST, acc_dtype, dtype_of, place, place_hole
+from gpu_cases import cases
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cuflash
+from cuflash import calls, compile, launch, params, tiles
+
+TARGETS = [("sm75", "75"), ("sm75", "90a")] + [("sm80", target) for target in compile.TARGETS[1:]]
+every_target = pytest.mark.parametrize(("family", "target"), TARGETS)
+
+
+class Device(fake_gpu.Device):
+    """What the launcher asks of it, too."""
+
+    attributes: ClassVar = {"MultiProcessorCount": 132}
+
+
+class Pretended:
+    """The device: which target and family it has, and the kernels that were launched."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.patch = patch
+        self.target = ""
+        self.launched: list[compile.Variant] = []
+        patch.setitem(sys.modules, "cupy", self.cupy())
+        patch.setattr(calls, "launcher", lambda: launch)
+        patch.setattr(compile, "kernel", self.kernel)
+
+    def become(self, family: str, target: str) -> None:
+        """Be another device; what the launcher has cached of the last one goes, unless only the family changes."""
+        if target != self.target:
+            for function in vars(launch).values():
+                if hasattr(function, "cache_clear"):
+                    function.cache_clear()
+        self.target = target
+        self.patch.setattr(launch, "_target", lambda device: target)
+        self.patch.setattr(gpu_cases, "target", lambda: target)
+        self.patch.setenv("CUFLASH_FAMILY", family)
+
+    @staticmethod
+    def cupy() -> Any:
+        """The stand-in's, and what only the launcher asks for."""
+        runtime = types.SimpleNamespace(
+            getDevice=fake_gpu.runtime.getDevice, memsetAsync=lambda pointer, value, nbytes, stream: None
+        )
+        stream = types.SimpleNamespace(ptr=0)
+        cuda = types.SimpleNamespace(Device=Device, runtime=runtime, get_current_stream=lambda: stream)
+        return types.SimpleNamespace(ndarray=fake_gpu.ndarray, cuda=cuda, empty=fake_gpu.empty)
+
+    def kernel(self, variant: compile.Variant, device: int) -> Any:
+        def launched(grid: tuple[int], block: tuple[int], arguments: tuple[Any], shared_mem: int = 0) -> None:
+            assert arguments[0].nbytes == params.size(variant.operation, variant.dtype)
+            assert block == (32 * variant.tile.warps,) and 0 < grid[0] <= launch.MAX_INT
+            assert shared_mem == variant.smem_bytes <= tiles.SMEM_LIMIT[variant.target]
+            self.launched.append(variant)
+
+        return launched
+
+
+@pytest.fixture(scope="module")
+def device() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        yield Pretended(patch)
+
+
+def on_gpu(values: np.ndarray, layout: Any = None) -> fake_gpu.ndarray:
+    return fake_gpu.ndarray(place(HOST, values, layout).array)
+
+
+@settings(max_examples=400)
+@given(data=st.data(), at=st.sampled_from(TARGETS), deterministic=st.booleans())
+def test_every_kernel_that_a_call_asks_for_is_listed(
+    device: Pretended, data: Any, at: Any, deterministic: bool
+) -> None:
+    """And so compiled ahead of time by ``python -m cuflash compile`` and looked at by test_compile.py."""
+    family, target = at
+    device.become(family, target)
+    case = data.draw(cases(family))
+    x = {name: on_gpu(values, case.layout(name)) for name, values in case.arrays().items()}
+    options = case.options | {"deterministic": deterministic}
+    if case.key_bias is not None:
+        options["key_bias"] = x["key_bias"]
+    device.launched.clear()
+    dtype = dtype_of(case.dtype)
+    o = fake_gpu.ndarray(place_hole(HOST, case.o, dtype, case.layout("o")).array)
+    lse = fake_gpu.ndarray(place_hole(HOST, case.lse, acc_dtype(case.dtype), case.layout("lse")).array)
+    cuflash.attention(x["q"], x["k"], x["v"], return_lse=True, out=(o, lse), **options)
+    cuflash.attention_backward(x["do"], x["q"], x["k"], x["v"], o, lse, **options)
+    cuflash.attention_lse(x["q"], x["k"], **options)
+    cuflash.attention_merge((o, o), (lse, lse))
+    assert set(device.launched) <= set(tiles.variants(target, family))
+    for variant in device.launched:
+        assert variant.dtype == case.dtype
+        if variant.tile != tiles.ROW_KERNEL:
+            assert variant.precision == case.options.get("precision")
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_a_family_never_gets_what_was_planned_for_another(device: Pretended, dtype: str, deterministic: bool) -> None:
+    """CUFLASH_FAMILY may change from call to call of the same problem."""
+    for family in ("sm80", "sm75", "sm80"):
+        device.become(family, "90a")
+        device.launched.clear()
+        for call in calls_of(dtype, deterministic=deterministic):
+            call()
+        assert {variant.family for variant in device.launched} == {family}
+
+
+# What a target serves at least: any less is a change of what users are promised.
+MOST = {
+    ("sm75", "75"): {"float16": (256, 256), "float32": (256, 128), "float64": (128, 64)},
+    ("sm80", "86"): dict.fromkeys(("float16", "bfloat16", "float32"), (256, 256)) | {"float64": (256, 128)},
+    ("sm80", "80"): dict.fromkeys(tiles.ITEMSIZE, (256, 256)),
+    ("sm80", "90a"): dict.fromkeys(tiles.ITEMSIZE, (256, 256)),
+}
+MOST[("sm75", "90a")] = MOST[("sm75", "75")]
+MOST[("sm80", "89")] = MOST[("sm80", "120")] = MOST[("sm80", "86")]
+MOST |= {("sm80", target): MOST[("sm80", "80")] for target in ("87", "100", "103", "110")}
+
+
+@every_target
+def test_features_up_to_the_limit_of_dtype_and_target(device: Pretended, family: str, target: str) -> None:
+    device.become(family, target)
+    for dtype, limits in MOST[family, target].items():
+        for operation, most in zip(("attention", "attention_backward"), limits, strict=True):
+            for d, e in ((most, most), (most, 1), (1, most)):
+                q, k, v = (on_gpu(np.zeros((3, f), dtype_of(dtype))) for f in (d, d, e))
+                assert cuflash.workspace_nbytes(operation, q, k, v) >= 0
+            for d, e, letter in ((most + 1, 1, "d"), (1, most + 1, "e")):
+                q, k, v = (on_gpu(np.zeros((3, f), dtype_of(dtype))) for f in (d, d, e))
+                with pytest.raises(NotImplementedError) as raised:
+                    cuflash.workspace_nbytes(operation, q, k, v)
+                words = (
+                    f"{operation} in {dtype}",
+                    f"at most {most} features",
+                    f"sm_{target}",
+                    f"{letter} = {most + 1}",
+                )
+                assert all(word in str(raised.value) for word in (*words, "the host"))
+
+
+def calls_of(dtype: str, **options: Any) -> list[Any]:
+    """Each public function that takes q and k."""
+    x, lse = on_gpu(np.zeros((3, 8), dtype_of(dtype))), on_gpu(np.zeros(3, acc_dtype(dtype)))
+    return [
+        lambda: cuflash.attention(x, x, x, **options),
+        lambda: cuflash.attention_vjp(x, x, x, **options),
+        lambda: cuflash.attention_lse(x, x, **options),
+        lambda: cuflash.attention_backward(x, x, x, x, x, lse, **options),
+    ]
+
+
+@every_target
+def test_tf32_needs_tensor_cores_that_have_it(device: Pretended, family: str, target: str) -> None:
+    device.become(family, target)
+    for call in calls_of("float32", precision="tf32"):
+        if family == "sm80":
+            device.launched.clear()
+            call()
+            assert {x.precision for x in device.launched if x.tile != tiles.ROW_KERNEL} == {"tf32"}
+        else:
+            with pytest.raises(NotImplementedError, match=r"(?s)tf32.*8\.0.*precision=None"):
+                call()
+    for dtype in ("float16", "float64"):
+        for call in calls_of(dtype, precision="tf32"):
+            with pytest.raises(ValueError, match="float32 operands"):
+                call()
+
+
+def test_turing_says_which_dtypes_it_serves(device: Pretended) -> None:
+    device.become("sm75", "75")
+    x, lse = on_gpu(np.zeros((3, 8), dtype_of("bfloat16"))), on_gpu(np.zeros(3, np.float32))
+    for call in (*calls_of("bfloat16"), lambda: cuflash.attention_merge((x, x), (lse, lse))):
+        with pytest.raises(NotImplementedError, match=r"(?s)bfloat16.*8\.0.*float16, float32, float64.*host"):
+            call()
+    for dtype in ("float16", "float32", "float64"):
+        for call in calls_of(dtype):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("heads", "q_heads", "options", "expected"),
+    [
+        (512, 512, {}, "ordered"),
+        (512, 512, {"causal": True}, "ordered"),
+        (8, 8, {}, None),  # so few that its CTAs would start one after the other
+        (32, 32, {"deterministic": False}, "unordered"),
+        (1, 1, {}, None),
+        (1, 1, {"deterministic": False}, "unordered"),
+        (512, 1, {}, None),  # dq is a sum over heads, too
+        (512, 512, {"softcap": 5.0}, None),
+        (512, 512, {"need": ("q", "k")}, None),
+    ],
+    ids=str,
+)
+def test_one_kernel_computes_all_gradients_where_it_pays(
+    device: Pretended, heads: int, q_heads: int, options: dict[str, Any], expected: str | None
+) -> None:
+    device.become("sm80", "90a")
+    m, d = 256, 64
+    q, k = (on_gpu(np.zeros((count, m, d), np.float16)) for count in (q_heads, heads))
+    o, lse = on_gpu(np.zeros((heads, m, d), np.float16)), on_gpu(np.zeros((heads, m), np.float32))
+    device.launched.clear()
+    cuflash.attention_backward(o, q, k, k, o, lse, **options)
+    fused = [variant for variant in device.launched if variant.operation == tiles.FUSED]
+    assert [("ordered" if variant.deterministic else "unordered") for variant in fused] == [expected] * bool(expected)
