@@ -86,9 +86,10 @@ def parts(cupy: Any, seqlen: int, head_dim: int, dtype: str) -> Iterator[tuple[s
         yield "  o allocated", partial(taken.problem.o.empty, cupy)
     yield "  launch", lambda: launch.forward(taken.problem, q, k, v, None, o, None, None)
 
-    source = f'struct Params {{ char bytes[{params.SIZE}]; }}; extern "C" __global__ void empty(Params p) {{}}'
+    size = params.size("attention_forward", dtype)
+    source = f'struct Params {{ char bytes[{size}]; }}; extern "C" __global__ void empty(Params p) {{}}'
     kernel = cupy.RawModule(code=source).get_function("empty")
-    struct = np.frombuffer(bytes(params.SIZE), np.dtype(f"V{params.SIZE}"))[0]
+    struct = np.frombuffer(bytes(size), np.dtype(f"V{size}"))[0]
     yield "    of it: CuPy's launch of an empty kernel", lambda: kernel((1,), (32,), (struct,))
 
 

@@ -207,6 +207,19 @@ def _torch_prepared(
     )
 
 
+@contextmanager
+def torch_tf32(on: bool) -> Iterator[None]:
+    """Whether torch's own float32 matrix products are TF32's; not by default."""
+    import torch
+
+    flags = torch.backends.cuda.matmul
+    before, flags.allow_tf32 = flags.allow_tf32, on
+    try:
+        yield
+    finally:
+        flags.allow_tf32 = before
+
+
 def _sdpa(backend: str) -> Callable[[Problem, Inputs, str, str], Prepared]:
     def prepare(problem: Problem, x: Inputs, op: str, mode: str) -> Prepared:
         from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -221,7 +234,15 @@ def _sdpa(backend: str) -> Callable[[Problem, Inputs, str, str], Prepared]:
             with sdpa_kernel(chosen):
                 return scaled_dot_product_attention(q, k, v, is_causal=problem.causal, **grouped)
 
-        return _torch_prepared(op, forward, x, lambda a: a, lambda a: a)
+        tf32 = problem.precision == "tf32"
+        with torch_tf32(tf32):
+            prepared = _torch_prepared(op, forward, x, lambda a: a, lambda a: a)
+
+        def run() -> Any:
+            with torch_tf32(tf32):
+                return prepared.run()
+
+        return Prepared(run, prepared.outputs)
 
     return prepare
 
@@ -229,7 +250,7 @@ def _sdpa(backend: str) -> Callable[[Problem, Inputs, str, str], Prepared]:
 peer("sdpa_flash", needs=("cupy", "torch"))(_sdpa("FLASH_ATTENTION"))
 peer("sdpa_cudnn", needs=("cupy", "torch"))(_sdpa("CUDNN_ATTENTION"))
 peer("sdpa_efficient", needs=("cupy", "torch"), dtypes=(*HALF, "float32"))(_sdpa("EFFICIENT_ATTENTION"))
-peer("sdpa_math", needs=("cupy", "torch"), dtypes=DTYPES, dense=True)(_sdpa("MATH"))
+peer("sdpa_math", needs=("cupy", "torch"), dtypes=DTYPES, options=("precision",), dense=True)(_sdpa("MATH"))
 
 
 def sequence_first(a: Any) -> Any:

@@ -6,7 +6,8 @@
     python bench/report.py --plots bench/results    and one picture for each operation and dtype
 
 A ratio is taken within one shape of one run, never across runs; where a shape was measured more than once with a peer,
-the latest run counts. Geometric means are over the shapes that have the ratio, and say how many.
+the latest run counts. Rows of kernels that are not those of the latest run stay in the file and out of the report.
+Geometric means are over the shapes that have the ratio, and say how many.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ TITLES = {
 
 
 class Ratio(NamedTuple):
-    """Ours over a peer's speed, on one shape of one run."""
+    """Ours over a peer's speed, on one shape of one run; ``dtype`` as `arithmetic` names it."""
 
     op: str
     dtype: str
@@ -55,12 +56,26 @@ def shape_of(row: Row) -> tuple[Any, ...]:
     return tuple(tuple(value) if isinstance(value, list) else value for value in (row[name] for name in SHAPE))
 
 
+def arithmetic(row: Row) -> str:
+    """The dtype, or the precision that was asked for instead of the dtype's own: ``tf32`` has lines of its own."""
+    return str(row["precision"] or row["dtype"])
+
+
+def current(table: Sequence[Row]) -> list[Row]:
+    """Rows of the kernels that were measured last."""
+    if not table:
+        return []
+    sources = max(table, key=lambda row: row["run"])["versions"].get("kernels_cu")
+    return [row for row in table if row["versions"].get("kernels_cu") == sources]
+
+
 def grid_rows(table: Iterable[Row]) -> Iterator[Row]:
     """Timed rows on the grid's shapes."""
     shapes = {
-        shape_of(problem.columns())
+        shape_of(problem.columns() | {"precision": precision})
         for dtype in ("float16", "bfloat16", "float32", "float64")
         for problem in full(dtype)
+        for precision in ((None, "tf32") if dtype == "float32" else (None,))
     }
     return (
         row for row in table if row["ms"] is not None and row["op"] not in ("gemm", "copy") and shape_of(row) in shapes
@@ -80,7 +95,7 @@ def ratios(table: Iterable[Row]) -> list[Ratio]:
                 if mine is None or peer == OURS or peer_mode != "default":
                     continue
                 latest[op, shape, mode, peer] = Ratio(
-                    op, mine["dtype"], mine["head_dim"], mine["causal"], mine["seqlen"], mode, peer,
+                    op, arithmetic(mine), mine["head_dim"], mine["causal"], mine["seqlen"], mode, peer,
                     mine["tflops"] / other["tflops"],
                 )  # fmt: skip
     return list(latest.values())
@@ -106,7 +121,7 @@ def speeds(table: Iterable[Row], peer: str = OURS, mode: str = "default") -> dic
     found = {}
     for row in sorted(grid_rows(table), key=lambda row: row["run"]):
         if (row["peer"], row["mode"]) == (peer, mode):
-            found[row["op"], row["dtype"], row["head_dim"], row["causal"], row["seqlen"]] = float(row["tflops"])
+            found[row["op"], arithmetic(row), row["head_dim"], row["causal"], row["seqlen"]] = float(row["tflops"])
     return found
 
 
@@ -204,9 +219,9 @@ def plots(table: Sequence[Row], folder: Path, stem: str) -> list[Path]:
     written = []
     timed = list(grid_rows(table))
     names = [OURS, *TITLES]
-    for op, dtype in sorted({(row["op"], row["dtype"]) for row in timed}):
+    for op, dtype in sorted({(row["op"], arithmetic(row)) for row in timed}):
         by_peer = {name: speeds(timed, name) for name in names}
-        dims = sorted({row["head_dim"] for row in timed if (row["op"], row["dtype"]) == (op, dtype)})
+        dims = sorted({row["head_dim"] for row in timed if (row["op"], arithmetic(row)) == (op, dtype)})
         figure, axes = pyplot.subplots(2, len(dims), figsize=(4 * len(dims), 6), squeeze=False, sharex=True)
         for column, head_dim in enumerate(dims):
             for line, causal in enumerate((False, True)):
@@ -252,7 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if results is None or not results.exists():
         print(f"no results at {results or rows.RESULTS}", file=sys.stderr)
         return 2
-    table = rows.read(results)
+    table = current(rows.read(results))
     print(terminal(table))
     if args.readme:
         args.readme.write_text(put_into(args.readme.read_text(), markdown(table)))
