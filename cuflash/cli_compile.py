@@ -90,9 +90,8 @@ def _serves(variant: Variant, head_dim: int) -> bool:
     backward = tiles.backward_operations(variant.dtype, head_dim, variant.target, variant.family)
     if variant.operation in tiles.KEY_GRADIENTS and variant.operation not in backward:
         return False
-    dims = tiles.head_dims(variant.operation, variant.dtype, variant.load, variant.target, variant.family)
-    buckets = (bucket for bucket in dims if bucket >= head_dim)
-    return next(buckets, None) == variant.tile.head_dim
+    found = tiles.bucket(variant.operation, variant.dtype, variant.load, variant.target, variant.family, head_dim)
+    return found == variant.tile.head_dim
 
 
 def _without_attention(variants: list[Variant], targets: Sequence[str], dtypes: Sequence[str]) -> Iterator[str]:

@@ -23,7 +23,7 @@ from cuflash.problem import Problem
 LOG2E = math.log2(math.e)
 MAX_BATCH_AXES = 3
 MAX_INT = 2**31 - 1
-_PARAMS = {dtype: np.dtype(f"V{params.size('', dtype)}") for dtype in tiles.ITEMSIZE}
+_PARAMS = {dtype: np.dtype(f"V{params.size('attention_forward', dtype)}") for dtype in tiles.ITEMSIZE}
 _MERGE_PARAMS = np.dtype(f"V{params.MERGE_SIZE}")
 
 Strides = tuple[int, ...]
@@ -158,8 +158,7 @@ def _fused_tile(problem: Problem, family: str) -> tiles.Tile | None:
     if not _is_plain(problem) or not problem.has_value:
         return None
     dtype, target = problem.dtype, _target(problem.device)
-    dims = tiles.head_dims(tiles.FUSED, dtype, "16", target, family)
-    head_dim = next((d for d in dims if d >= max(problem.d, problem.e)), None)
+    head_dim = tiles.bucket(tiles.FUSED, dtype, "16", target, family, max(problem.d, problem.e))
     return None if head_dim is None else tiles.tile(tiles.FUSED, dtype, head_dim, "16", True, target, family)
 
 
@@ -255,7 +254,7 @@ def _plan_backward(
     delta_load = _load_kind(problem.dtype, layout, ("o", "dout"), bits.rows)
     variant = _row_variant(problem, "attention_delta", family, "16" if delta_load == "16" else "strided")
     plan = [_launch(problem, variant, layout, _padded_rows(problem.m) // (variant.tile.threads // 8))]
-    if fused and _is_fused(problem, layout, load, fused):
+    if fused and _is_fused(problem, layout, family, load, fused):
         return (*plan, *_fused(problem, layout, family, vector))
     if "dq" in layout.strides:
         variant = _variant(problem, "attention_backward_dq", family, load)
@@ -281,17 +280,20 @@ def _backward_operations(problem: Problem, family: str) -> dict[str, tuple[str, 
     return tiles.backward_operations(problem.dtype, max(problem.d, problem.e), _target(problem.device), family)
 
 
-def _bucket(problem: Problem, operation: str, family: str) -> int:
-    """Tile head dim of an operation with 16-byte loads."""
-    dims = tiles.head_dims(operation, problem.dtype, "16", _target(problem.device), family)
-    return next((d for d in dims if d >= max(problem.d, problem.e)), tiles.MAX_HEAD_DIM)
+def _bucket(problem: Problem, operation: str, family: str, load: str) -> int:
+    """Tile head dim of an operation that has one wide enough: ``_check`` has refused more features."""
+    target, features = _target(problem.device), max(problem.d, problem.e)
+    found = tiles.bucket(operation, problem.dtype, load, target, family, features)
+    if found is None:
+        raise KeyError(f"no row of {operation} in {problem.dtype} for {features} features on sm_{target}")
+    return found
 
 
 def _is_ordered(problem: Problem) -> bool:
     return problem.deterministic or not tiles.has_unordered(problem.dtype)
 
 
-def _is_fused(problem: Problem, layout: _Layout, load: str, tile: tiles.Tile) -> bool:
+def _is_fused(problem: Problem, layout: _Layout, family: str, load: str, tile: tiles.Tile) -> bool:
     """Whether this call can, and should, take the kernel for all gradients."""
     if load != "16" or not all(name in layout.strides for name in ("dq", "dk", "dv")):
         return False
@@ -302,10 +304,8 @@ def _is_fused(problem: Problem, layout: _Layout, load: str, tile: tiles.Tile) ->
         return True
     if _summed_axes(layout, "dq"):  # it orders sums over keys alone
         return False
-    family = _family(problem.device)
-    separate = 4 * _bucket(problem, "attention_backward_dkv", family)
-    separate += 3 * _bucket(problem, "attention_backward_dq", family)
-    if 5 * tile.head_dim > separate:  # those have narrower tiles
+    dkv, dq = (_bucket(problem, f"attention_backward_{x}", family, load) for x in ("dkv", "dq"))
+    if 5 * tile.head_dim > 4 * dkv + 3 * dq:  # separate kernels have narrower tiles
         return False
     # CTAs with keys of one head start one after the other, a query block apart. That they idle meanwhile must cost less
     # than the two products of five that separate kernels do twice.
@@ -458,8 +458,7 @@ def _is_plain(problem: Problem) -> bool:
 
 def _variant(problem: Problem, operation: str, family: str, load: str) -> compile.Variant:
     dtype, target = problem.dtype, _target(problem.device)
-    dims = tiles.head_dims(operation, dtype, load, target, family)
-    head_dim = next(d for d in dims if d >= max(problem.d, problem.e))
+    head_dim = _bucket(problem, operation, family, load)
     plain = _is_plain(problem) and tiles.has_plain(head_dim, load)
     tile = tiles.tile(operation, dtype, head_dim, load, plain, target, family)
     scores = () if plain else tiles.SCORES

@@ -64,7 +64,7 @@ def pack_tail(
     absent = (0,) * STRIDES_PER_TENSOR
     flat = [s for name in TENSORS for s in strides.get(name, absent)]
     tail = _TAILS[_scalar(dtype)].pack(*flat, *(scalars[f] for f in SCALARS), *(ints[i] for i in INTS))
-    return tail.ljust(size("", dtype) - _POINTERS.size, b"\0")
+    return tail.ljust(size("attention_forward", dtype) - _POINTERS.size, b"\0")
 
 
 def pack(pointers: Sequence[int], tail: bytes) -> bytes:
@@ -94,7 +94,9 @@ def static_asserts(dtype: str) -> str:
         lines.append(f"static_assert(CUFLASH_OFFSETOF({name}) == {offset});")
         offset += nbytes
     asserts = "\n".join(lines)
-    sizes = f"static_assert(sizeof(Params) == {size('', dtype)} && sizeof(MergeParams) == {MERGE_SIZE});"
+    sizes = (
+        f"static_assert(sizeof(Params) == {size('attention_forward', dtype)} && sizeof(MergeParams) == {MERGE_SIZE});"
+    )
     constants = f"static_assert(kMergeParts == {MERGE_PARTS} && kRowPadding == {ROW_PADDING});"
     # NVRTC has no offsetof; this is the operator its front end defines offsetof with.
     offsetof = "#define CUFLASH_OFFSETOF(field) __INTADDR__(&(((Params*)0)->field))"

@@ -83,33 +83,21 @@ def _rows(*rows: tuple[int, ...]) -> dict[int, Tile]:
     return {row[0]: Tile(row[0], *row) for row in rows}
 
 
-# kind of operand -> operation -> kB of shared memory, at least -> head dim -> tile.
+# kind of operand -> operation -> kB of shared memory, at least -> head dim -> tile. A target takes a head dim's row
+# from the largest class that it reaches and that has one.
 # Columns: head dim, block_m, block_n, stages, warps, column warps (1 where left out), low bits (0 where left out).
 # A row is chosen by speed on one H200 (bench/NOTES.md) among those that do not spill.
 TABLES: dict[str, dict[str, dict[int, dict[int, Tile]]]] = {
     "16 bits": {
         "attention_forward": {
-            163: _rows(
-                (32, 128, 64, 1, 4),
-                (64, 128, 96, 1, 4),
-                (96, 128, 48, 1, 4),
-                (
-                    128,
-                    128,
-                    64,
-                    1,
-                    4,
-                ),  # 32 rows a warp: a fragment of K or V serves two products
-                (192, 64, 64, 1, 4),
-                (256, 64, 64, 1, 4),  # two CTAs an SM
-            ),
             99: _rows(
                 (32, 128, 64, 1, 4),
                 (64, 128, 96, 1, 4),
                 (96, 128, 48, 1, 4),
+                # 32 rows a warp: a fragment of K or V serves two products
                 (128, 128, 64, 1, 4),
                 (192, 64, 64, 1, 4),
-                (256, 64, 64, 1, 4),
+                (256, 64, 64, 1, 4),  # two CTAs an SM
             ),
             64: _rows(
                 (32, 128, 64, 1, 4),
@@ -121,13 +109,7 @@ TABLES: dict[str, dict[str, dict[int, dict[int, Tile]]]] = {
             ),
         },
         "attention_backward_dkv": {
-            163: _rows(
-                (32, 64, 64, 2, 4),
-                (64, 64, 64, 2, 4),
-                (96, 32, 64, 2, 4),
-                (128, 32, 128, 2, 8, 2),
-                (256, 64, 64, 1, 8, 4),
-            ),
+            163: _rows((64, 64, 64, 2, 4), (128, 32, 128, 2, 8, 2), (256, 64, 64, 1, 8, 4)),
             99: _rows((32, 64, 64, 2, 4), (64, 64, 64, 2, 4, 2), (96, 32, 64, 2, 4), (128, 32, 64, 1, 4)),
             64: _rows((32, 64, 64, 1, 4), (64, 64, 64, 1, 4), (96, 32, 64, 1, 4), (128, 16, 64, 1, 4)),
         },
@@ -150,17 +132,10 @@ TABLES: dict[str, dict[str, dict[int, dict[int, Tile]]]] = {
         },
         "attention_backward_dq": {
             227: _rows((256, 64, 32, 1, 4)),  # two CTAs an SM: 24 percent over one with two stages
-            163: _rows(
-                (32, 128, 32, 2, 4),
-                (64, 128, 32, 2, 4),  # 64 keys were 8 percent faster, and spilled
-                (96, 64, 64, 1, 4),
-                (128, 64, 64, 2, 4),
-                (192, 64, 32, 1, 4),
-                (256, 64, 16, 1, 4),
-            ),
+            163: _rows((128, 64, 64, 2, 4)),
             99: _rows(
                 (32, 128, 32, 2, 4),
-                (64, 128, 32, 2, 4),
+                (64, 128, 32, 2, 4),  # 64 keys were 8 percent faster, and spilled
                 (96, 64, 64, 1, 4),
                 (128, 64, 64, 1, 4),
                 (192, 64, 32, 1, 4),
@@ -179,9 +154,7 @@ TABLES: dict[str, dict[str, dict[int, dict[int, Tile]]]] = {
     "float32": {
         "attention_forward": {
             227: _rows((64, 128, 48, 1, 4, 1, 2), (128, 128, 64, 1, 8, 1, 2), (256, 64, 32, 1, 8, 2, 1)),
-            163: _rows(
-                (32, 128, 64, 1, 8), (64, 128, 32, 1, 4, 1, 1), (128, 128, 32, 1, 8, 1, 1), (256, 64, 32, 1, 8, 2)
-            ),
+            163: _rows((128, 128, 32, 1, 8, 1, 1), (256, 64, 32, 1, 8, 2)),
             99: _rows(
                 (32, 128, 64, 1, 8), (64, 128, 32, 1, 4, 1, 1), (128, 64, 32, 1, 4, 1, 1), (256, 16, 32, 1, 2, 2)
             ),
@@ -189,7 +162,7 @@ TABLES: dict[str, dict[str, dict[int, dict[int, Tile]]]] = {
         },
         "attention_backward_dkv": {
             227: _rows((256, 32, 32, 1, 4, 2, 1)),
-            163: _rows((32, 64, 64, 1, 4), (64, 32, 64, 1, 4, 1, 1), (128, 32, 64, 1, 8, 2, 1), (256, 32, 32, 1, 4, 2)),
+            163: _rows((128, 32, 64, 1, 8, 2, 1), (256, 32, 32, 1, 4, 2)),
             99: _rows((32, 64, 64, 1, 4), (64, 32, 64, 1, 4, 1, 1), (128, 32, 32, 1, 4, 2)),
             64: _rows((32, 32, 64, 1, 4), (64, 32, 32, 1, 2), (128, 16, 32, 1, 4, 2)),
         },
@@ -201,7 +174,7 @@ TABLES: dict[str, dict[str, dict[int, dict[int, Tile]]]] = {
         "attention_backward_dv": {99: _rows((256, 32, 16, 1, 2, 2))},
         "attention_backward_dq": {
             227: _rows((128, 128, 32, 1, 8, 1, 1), (256, 32, 32, 1, 4, 2, 1)),
-            163: _rows((32, 64, 64, 1, 4), (64, 64, 64, 1, 4, 1, 1), (128, 64, 32, 1, 4, 1, 1), (256, 32, 32, 1, 4, 2)),
+            163: _rows((64, 64, 64, 1, 4, 1, 1), (128, 64, 32, 1, 4, 1, 1), (256, 32, 32, 1, 4, 2)),
             99: _rows((32, 64, 64, 1, 4), (64, 64, 32, 1, 4, 1, 1), (128, 32, 32, 1, 4, 2), (256, 16, 32, 1, 2, 2)),
             64: _rows((32, 64, 32, 1, 4), (64, 32, 32, 1, 4, 2), (128, 16, 16, 1, 2, 2)),
         },
@@ -209,7 +182,7 @@ TABLES: dict[str, dict[str, dict[int, dict[int, Tile]]]] = {
     "float64": {
         "attention_forward": {
             227: _rows((64, 64, 64, 1, 4), (128, 128, 32, 1, 8), (256, 64, 16, 1, 8, 2)),
-            163: _rows((32, 64, 64, 1, 4), (64, 64, 32, 1, 4), (128, 64, 32, 1, 8, 2), (256, 32, 16, 1, 4, 2)),
+            163: _rows((128, 64, 32, 1, 8, 2), (256, 32, 16, 1, 4, 2)),
             99: _rows((32, 64, 64, 1, 4), (64, 64, 32, 1, 4), (128, 32, 16, 1, 4, 2), (256, 16, 16, 1, 2, 2)),
             64: _rows((32, 32, 32, 1, 2), (64, 32, 32, 1, 4, 2), (128, 16, 16, 1, 2, 2)),
         },
@@ -303,6 +276,11 @@ def head_dims(operation: str, dtype: str, load: str, target: str, family: str) -
     return dims
 
 
+def bucket(operation: str, dtype: str, load: str, target: str, family: str, features: int) -> int | None:
+    """The least of `head_dims` that is at least ``features``, None where all are less."""
+    return next((d for d in head_dims(operation, dtype, load, target, family) if d >= features), None)
+
+
 def has_plain(head_dim: int, load: str) -> bool:
     """Whether there is a variant without score terms at this tile head dim and load kind."""
     return load == "16" and head_dim in PLAIN_HEAD_DIMS
@@ -380,6 +358,6 @@ def variants(target: str, family: str) -> list[Variant]:
             found.append(Variant("attention_convert", family, target, dtype, dtype, ROW_KERNEL, (), "strided", False))
         for load in ("16", "strided"):
             found.append(Variant("attention_delta", family, target, dtype, dtype, ROW_KERNEL, (), load, False))
-    for dtype in ("float16", "float32", "float64") if target == "75" else ("float16", "bfloat16", "float32", "float64"):
+    for dtype in dtypes(target, "sm75" if target == "75" else "sm80"):  # merging has no products
         found.append(Variant("attention_merge", family, target, dtype, dtype, ROW_KERNEL, (), "strided", False))
     return found

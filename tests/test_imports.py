@@ -124,7 +124,7 @@ LAYERS = (
     ("copy_*.cuh", "fragment.cuh", "shared.cuh", "plain_tiles.cuh", "locate.cuh"),
     (
         "score.cuh", "blocks.cuh", "order.cuh", "softmax.cuh", "recompute.cuh", "warp_grid.cuh", "store.cuh",
-        "red.cuh", "gemm*.cuh", "pipeline*.cuh", "epilogue.cuh",
+        "red.cuh", "gemm*.cuh", "product.cuh", "pipeline*.cuh", "epilogue.cuh",
     ),
     ("attention_*.cuh",),
     ("*.cu",),

@@ -11,10 +11,9 @@
 #include "locate.cuh"
 #include "order.cuh"
 #include "pipeline.cuh"
+#include "product.cuh"
 #include "red.cuh"
 #include "recompute.cuh"
-#include "store.cuh"
-#include "warp_grid.cuh"
 
 namespace cuflash {
 
@@ -67,19 +66,6 @@ using Scores = Fragment<kMTiles, kWarpQueries>;  // transposed: rows are keys
 // The one that a kernel does not have takes no registers: nothing reads it.
 using GradientK = Fragment<kHasDk ? kMTiles : 1, kHasDk ? kTile.head_dim / kColumnWarps : 8>;
 using GradientV = Fragment<kHasDv ? kMTiles : 1, kHasDv ? kTile.value_dim / kColumnWarps : 8>;
-
-// gradient += x b for transposed scores x that this warp has in registers, or that all warps have stored to x_smem.
-template <int kCols, class SharedX, class SharedB>
-__device__ __forceinline__ void accumulate(Fragment<kMTiles, kCols>& gradient, const SharedX& x_smem,
-                                           const SharedB& b_smem) {
-  Gemm::nn<kTile.block_m>(gradient, x_smem, warp_row() * 16 * kMTiles, b_smem, warp_column() * kCols);
-}
-template <int kCols, class SharedB>
-__device__ __forceinline__ void accumulate(Fragment<kMTiles, kCols>& gradient, const Scores& x, const SharedB& b_smem) {
-  Gemm::OperandA<kMTiles, kWarpQueries> x_rmem;
-  Gemm::to_operand(x_rmem, x);
-  Gemm::nn<kWarpQueries>(gradient, x_rmem, b_smem, 0);
-}
 
 // The CTA's part of dQ for one query block, of ds that all warps have stored: each takes some rows and columns.
 // dq_accum is kept in register order, so that each instruction of a warp adds to successive bytes.
@@ -230,8 +216,8 @@ __device__ __forceinline__ void attention_backward_dkv(const Params& params, Sha
     // Once s is p and dp is ds: the products of the step that sum them over queries, and over keys.
     const auto finish_step = [&](const Scores& p, const Scores& ds, int block, auto& smem) {
       const QueryStage& stage = smem.stage[block % kTile.stages];
-      if constexpr (kShareOperands && kHasDv) store_fragment(p, smem.p, warp_row0, warp_query0);
-      if constexpr ((kShareOperands && kHasDk) || kHasDq) store_fragment(ds, smem.ds, warp_row0, warp_query0);
+      if constexpr (kShareOperands && kHasDv) store_scores(p, smem.p);
+      if constexpr ((kShareOperands && kHasDk) || kHasDq) store_scores(ds, smem.ds);
       if constexpr (kOrdered) {
         if (threadIdx.x == 0)
           await_turn(params, smem.order, params.dq_turn + offset(params.dq_turn_stride, batch) + block, work.block,

@@ -6,9 +6,8 @@
 #include "epilogue.cuh"
 #include "locate.cuh"
 #include "pipeline.cuh"
+#include "product.cuh"
 #include "recompute.cuh"
-#include "store.cuh"
-#include "warp_grid.cuh"
 
 namespace cuflash {
 
@@ -40,13 +39,11 @@ using GradientQ = Fragment<kMTiles, kWarpFeatures>;
 template <class Storage>
 __device__ __forceinline__ void accumulate_dq(GradientQ& dq, const Scores& ds, Storage& smem, const KeyStage& stage) {
   if constexpr (kShareOperands) {
-    store_fragment(ds, smem.ds, warp_row() * 16 * kMTiles, warp_column() * kWarpKeys);
+    store_scores(ds, smem.ds);
     __syncthreads();  // ds of all keys is complete; the barrier of the next step frees it again
-    Gemm::nn<kTile.block_n>(dq, smem.ds, warp_row() * 16 * kMTiles, stage.k, warp_column() * kWarpFeatures);
+    accumulate(dq, smem.ds, stage.k);
   } else {
-    Gemm::OperandA<kMTiles, kWarpKeys> ds_rmem;
-    Gemm::to_operand(ds_rmem, ds);
-    Gemm::nn<kWarpKeys>(dq, ds_rmem, stage.k, 0);
+    accumulate(dq, ds, stage.k);
   }
 }
 

@@ -5,9 +5,8 @@
 #include "epilogue.cuh"
 #include "locate.cuh"
 #include "pipeline.cuh"
+#include "product.cuh"
 #include "softmax.cuh"
-#include "store.cuh"
-#include "warp_grid.cuh"
 
 namespace cuflash {
 
@@ -58,13 +57,11 @@ __device__ __forceinline__ void over_row(Storage& smem, Accumulator (&x)[kSlots]
 template <class Storage>
 __device__ __forceinline__ void accumulate_o(OutputRows& o, const Scores& p, Storage& smem) {
   if constexpr (kShareOperands) {
-    store_fragment(p, smem.p, warp_row() * 16 * kMTiles, warp_column() * kWarpKeys);
+    store_scores(p, smem.p);
     __syncthreads();  // p of all keys is complete; the barriers of the next step free it again
-    Gemm::nn<kTile.block_n>(o, smem.p, warp_row() * 16 * kMTiles, smem.v, warp_column() * kWarpFeatures);
+    accumulate(o, smem.p, smem.v);
   } else {
-    Gemm::OperandA<kMTiles, kWarpKeys> p_rmem;
-    Gemm::to_operand(p_rmem, p);
-    Gemm::nn<kWarpKeys>(o, p_rmem, smem.v, 0);
+    accumulate(o, p, smem.v);
   }
 }
 

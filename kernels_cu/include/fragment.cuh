@@ -74,6 +74,17 @@ struct Fragment {
   }
 };
 
+// What products have for operand A where accumulators are one as they are.
+struct AccumulatorOperand {
+  template <int kMTiles, int kDepth>
+  using OperandA = Fragment<kMTiles, kDepth>;
+
+  template <int kMTiles, int kDepth>
+  static __device__ __forceinline__ void to_operand(OperandA<kMTiles, kDepth>& a, const Fragment<kMTiles, kDepth>& f) {
+    a = f;
+  }
+};
+
 // A quad of lanes holds a row between them.
 __device__ __forceinline__ Accumulator quad_max(Accumulator x) {
   x = larger(x, __shfl_xor_sync(kFullWarp, x, 1));

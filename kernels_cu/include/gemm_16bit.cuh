@@ -33,11 +33,10 @@ struct Gemm16Bit : PlainTiles {
     static_assert(kCols % 16 == 0, "ldmatrix brings 16 rows of B");
     const u32 a_at = a_smem.address(row0 + lane_id() % 16, lane_id() / 16 * 8);
     const u32 b_at = b_smem.address(col0 + lane_id() % 8 + lane_id() / 16 * 8, lane_id() / 8 % 2 * 8);
-#pragma unroll 8
+#pragma unroll 8  // the fused backward spills where all 16 steps of 256 features are one piece
     for (int k = 0; k < kDepth / 16; ++k) {
       u32 a[kMTiles][4];
-#pragma unroll
-      for (int m = 0; m < kMTiles; ++m) ldmatrix_x4(a[m], SharedA::advance(a_at, 16 * m, 16 * k));
+      load_a<SharedA>(a, a_at, k);
 #pragma unroll
       for (int n = 0; n < kCols / 16; ++n) {
         u32 b[4];
@@ -70,8 +69,7 @@ struct Gemm16Bit : PlainTiles {
 #pragma unroll
     for (int k = 0; k < kDepth / 16; ++k) {
       u32 a[kMTiles][4];
-#pragma unroll
-      for (int m = 0; m < kMTiles; ++m) ldmatrix_x4(a[m], SharedA::advance(a_at, 16 * m, 16 * k));
+      load_a<SharedA>(a, a_at, k);
       step_nn(acc, a, b_smem, k, col0);
     }
   }
@@ -91,6 +89,13 @@ struct Gemm16Bit : PlainTiles {
   }
 
  private:
+  // A of k step `k` where it comes row by row.
+  template <class SharedA, int kMTiles>
+  static __device__ __forceinline__ void load_a(u32 (&a)[kMTiles][4], u32 a_at, int k) {
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m) ldmatrix_x4(a[m], SharedA::advance(a_at, 16 * m, 16 * k));
+  }
+
   template <int kMTiles, int kCols, class SharedB>
   static __device__ __forceinline__ void step_nn(Fragment<kMTiles, kCols>& acc, const u32 (&a)[kMTiles][4],
                                                  const SharedB& b_smem, int k, int col0) {

@@ -9,15 +9,7 @@
 
 namespace cuflash {
 
-struct GemmF64 : PlainTiles {
-  template <int kMTiles, int kDepth>
-  using OperandA = Fragment<kMTiles, kDepth>;
-
-  template <int kMTiles, int kDepth>
-  static __device__ __forceinline__ void to_operand(OperandA<kMTiles, kDepth>& a, const Fragment<kMTiles, kDepth>& f) {
-    a = f;
-  }
-
+struct GemmF64 : PlainTiles, AccumulatorOperand {
   // acc += A B^T: A rows row0.. of a tile (rows, k), B rows col0.. of a tile (cols, k).
   template <int kDepth, int kMTiles, int kCols, class SharedA, class SharedB>
   static __device__ __forceinline__ void nt(Fragment<kMTiles, kCols>& acc, const SharedA& a_smem, int row0,
@@ -30,15 +22,7 @@ struct GemmF64 : PlainTiles {
 #pragma unroll kUnroll
     for (int k = 0; k < kDepth / 16; ++k) {
       double a[kMTiles][8];
-#pragma unroll
-      for (int m = 0; m < kMTiles; ++m)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          double x[2];
-          ld_shared(x, SharedA::advance(a_at, 16 * m + 8 * (i % 2), 16 * k + 2 * (i / 2)));
-          a[m][4 * (i / 2) + i % 2] = x[0];
-          a[m][4 * (i / 2) + 2 + i % 2] = x[1];
-        }
+      load_a<SharedA, 2>(a, a_at, k);
 #pragma unroll
       for (int n = 0; n < kCols / 8; ++n) {
         double b[2][2];
@@ -73,15 +57,7 @@ struct GemmF64 : PlainTiles {
 #pragma unroll
     for (int k = 0; k < kDepth / 16; ++k) {
       double a[kMTiles][8];
-#pragma unroll
-      for (int m = 0; m < kMTiles; ++m)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {  // half i % 2 of the rows, column tile i / 2
-          double x[2];
-          ld_shared(x, SharedA::advance(a_at, 16 * m + 8 * (i % 2), 16 * k + 8 * (i / 2)));
-          a[m][4 * (i / 2) + i % 2] = x[0];
-          a[m][4 * (i / 2) + 2 + i % 2] = x[1];
-        }
+      load_a<SharedA, 8>(a, a_at, k);
       step_nn(acc, a, b_smem, k, col0);
     }
   }
@@ -105,6 +81,21 @@ struct GemmF64 : PlainTiles {
   }
 
  private:
+  // A of k step `k` where it comes row by row: slots 0 and 1 are two columns at a_at, slots 2 and 3 two columns
+  // `kApart` further.
+  template <class SharedA, int kApart, int kMTiles>
+  static __device__ __forceinline__ void load_a(double (&a)[kMTiles][8], u32 a_at, int k) {
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {  // half i % 2 of the rows, pair i / 2 of the slots
+        double x[2];
+        ld_shared(x, SharedA::advance(a_at, 16 * m + 8 * (i % 2), 16 * k + kApart * (i / 2)));
+        a[m][4 * (i / 2) + i % 2] = x[0];
+        a[m][4 * (i / 2) + 2 + i % 2] = x[1];
+      }
+  }
+
   template <int kMTiles, int kCols, class SharedB>
   static __device__ __forceinline__ void step_nn(Fragment<kMTiles, kCols>& acc, const double (&a)[kMTiles][8],
                                                  const SharedB& b_smem, int k, int col0) {

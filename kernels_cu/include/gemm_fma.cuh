@@ -5,16 +5,8 @@
 
 namespace cuflash {
 
-struct GemmFma : PlainTiles {
+struct GemmFma : PlainTiles, AccumulatorOperand {
   static constexpr int kChunk = kChunkOf<Operand>;
-
-  template <int kMTiles, int kDepth>
-  using OperandA = Fragment<kMTiles, kDepth>;
-
-  template <int kMTiles, int kDepth>
-  static __device__ __forceinline__ void to_operand(OperandA<kMTiles, kDepth>& a, const Fragment<kMTiles, kDepth>& f) {
-    a = f;
-  }
 
   // acc += A B^T: A rows row0.. of a tile (rows, k), B rows col0.. of a tile (cols, k).
   template <int kDepth, int kMTiles, int kCols, class SharedA, class SharedB>

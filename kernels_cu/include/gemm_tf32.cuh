@@ -39,7 +39,7 @@ __device__ __forceinline__ void load_tile(SplitTile<kRows, kCols>& smem, const f
   load_tile<kKind, kThreads>(smem.x, gmem, stride, row0, length, cols);
 }
 
-struct GemmTf32 {
+struct GemmTf32 : AccumulatorOperand {
   template <int kRows, int kCols>
   using TileB = ConditionalType<kTile.low_bits && !kTf32, SplitTile<kRows, kCols>, SharedTile<float, kRows, kCols>>;
 
@@ -58,14 +58,6 @@ struct GemmTf32 {
   }
   template <int kThreads, int kRows, int kCols>
   static __device__ __forceinline__ void prepare(SharedTile<float, kRows, kCols>&) {}
-
-  template <int kMTiles, int kDepth>
-  using OperandA = Fragment<kMTiles, kDepth>;
-
-  template <int kMTiles, int kDepth>
-  static __device__ __forceinline__ void to_operand(OperandA<kMTiles, kDepth>& a, const Fragment<kMTiles, kDepth>& f) {
-    a = f;
-  }
 
   // acc += A B^T: A rows row0.. of a tile (rows, k), B rows col0.. of a tile (cols, k). ldmatrix moves pairs of 16-bit
   // elements, which may as well be floats.

@@ -23,7 +23,7 @@ __device__ __forceinline__ void red_add_vector(float* gmem, const float (&x)[4])
 
 template <class T>
 __device__ __forceinline__ void red_add_tile(T* gmem, const T (&x)[4]) {
-  if constexpr (kVectorRed && sizeof(T) == 4) {
+  if constexpr (kVectorRed) {
     red_add_vector(gmem + register_index(0), x);
   } else {
 #pragma unroll
