@@ -164,9 +164,18 @@ def options(dtype: str) -> tuple[Problem, ...]:
     )
 
 
+def points(dtype: str) -> tuple[Problem, ...]:
+    """Points of few features all against all, and a few against very many: kernel regression, densities."""
+    return (
+        *(Problem(dtype=dtype, head_dim=d, seqlen=16384, batch=1, heads=1) for d in (1, 2, 3, 8, 16)),
+        *(Problem(dtype=dtype, head_dim=3, seqlen=m, seqlen_k=4_000_000, batch=1, heads=1) for m in (1, 32)),
+    )
+
+
 GRIDS: dict[str, Callable[[str], tuple[Problem, ...]]] = {
     "full": full,
     "quick": quick,
     "decode": decode,
     "options": options,
+    "points": points,
 }

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from bench import rows
-from bench.problems import full
+from bench.problems import full, points
 
 Row = Mapping[str, Any]
 OURS = "cuflash"
@@ -173,7 +173,35 @@ def markdown(table: Sequence[Row]) -> str:
             for op, dtype, d, causal in sorted({key[:-1] for key in speed})
         ),
     )
+    few = few_features(timed)
+    if few:
+        text += ["", "Few features and few queries, one head, results in milliseconds (speed over plain CuPy):", ""]
+        text += few
     return "\n".join(text)
+
+
+def few_features(timed: Sequence[Row]) -> list[str]:
+    """A table of the latest run on each shape of the grid of points: a column for each dtype."""
+    order = {shape_of(p.columns())[1:]: p for p in points("float32")}  # shapes but for the dtype
+    latest: dict[tuple[Any, ...], dict[str, Row]] = defaultdict(dict)
+    for row in sorted(timed, key=lambda row: row["run"]):
+        if row["op"] == "forward" and row["mode"] == "default" and shape_of(row)[1:] in order:
+            latest[shape_of(row)][row["peer"]] = row
+    dtypes = sorted({shape[0] for shape, peers in latest.items() if OURS in peers})
+
+    def cell(shape: tuple[Any, ...]) -> str:
+        mine, cupy = (latest[shape].get(peer) for peer in (OURS, "cupy"))
+        if mine is None:
+            return ""
+        over = f" ({cupy['ms'] / mine['ms']:.1f})" if cupy and cupy["run"] == mine["run"] else ""
+        return f"{mine['ms']:.3f}{over}"
+
+    body = [
+        [str(p.head_dim), f"{p.seqlen:,}", f"{p.seqlen_k:,}", *(cell((dtype, *shape)) for dtype in dtypes)]
+        for shape, p in order.items()
+        if any((dtype, *shape) in latest for dtype in dtypes)
+    ]
+    return table_of(["d", "m", "n", *dtypes], body) if body else []
 
 
 def ceilings(timed: Sequence[Row]) -> list[str]:

@@ -125,7 +125,8 @@ def attention(
               \mathrm{lse}_i = \log \sum_j \exp(s_{ij})
 
     with :math:`s_{ij} = \mathrm{scale}\; q_i \cdot k_j`, then softcap, then key_bias, then the masks. No m x n array is
-    made: memory beyond inputs and results is O(m) for each head.
+    made: memory beyond inputs and results is O(m) for each head; on a GPU it is none or, where queries of few features
+    do not fill it and the keys are split, some megabytes (`workspace_nbytes`).
 
     Parameters
     ----------

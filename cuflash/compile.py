@@ -92,6 +92,7 @@ class Variant:
             f"d{t.head_dim}_e{t.value_dim}_m{t.block_m}_n{t.block_n}_s{t.stages}_w{t.warps}_load{self.load}",
             f"c{t.column_warps}" if t.column_warps > 1 else "",
             f"low{t.low_bits}" if t.low_bits else "",
+            f"r{t.resident}" if t.resident > 1 else "",
             *(term.lower() for term in self.scores),
             "prescaled" if self.prescaled else "",
             "" if self.deterministic else "unordered",

@@ -7,26 +7,22 @@ launches.
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuflash import compile, params, tiles
+from cuflash import compile, memory, params, tiles
 from cuflash.problem import Problem
 
 LOG2E = math.log2(math.e)
-MAX_BATCH_AXES = 3
 MAX_INT = 2**31 - 1
 _PARAMS = {dtype: np.dtype(f"V{params.size('attention_forward', dtype)}") for dtype in tiles.ITEMSIZE}
 _MERGE_PARAMS = np.dtype(f"V{params.MERGE_SIZE}")
-
-Strides = tuple[int, ...]
 
 
 class _Launch(NamedTuple):
@@ -60,13 +56,6 @@ class _Bits(NamedTuple):
             )
 
 
-class _Axes(NamedTuple):
-    """Coalesced batch axes: their extents, and each array's strides on them, in elements."""
-
-    extents: tuple[int, int, int]
-    strides: dict[str, tuple[int, int, int]]
-
-
 def check(problem: Problem, operation: str) -> None:
     """Raise NotImplementedError for a valid problem that no kernel serves, before anything is allocated."""
     _check(problem, operation, _family(problem.device))
@@ -89,7 +78,7 @@ def _check(problem: Problem, operation: str, family: str) -> None:
             )
     if problem.m + problem.n > MAX_INT - 1024:
         raise NotImplementedError(f"kernels count rows in 32 bits: m + n = {problem.m + problem.n} is too many")
-    _layout(problem, _input_strides(problem))  # batch axes that no kernel can follow
+    memory.layout_of(problem, _input_strides(problem))  # batch axes that no kernel can follow
 
 
 def _check_dtype(operation: str, dtype: str, target: str, family: str) -> None:
@@ -100,56 +89,48 @@ def _check_dtype(operation: str, dtype: str, target: str, family: str) -> None:
         )
 
 
-def _input_strides(problem: Problem) -> dict[str, Strides | None]:
+def _input_strides(problem: Problem) -> dict[str, memory.Strides | None]:
     return {"q": problem.q_strides, "k": problem.k_strides, "v": problem.v_strides, "key_bias": problem.bias_strides}
 
 
 def workspace_nbytes(problem: Problem, operation: str) -> int:
-    """Bytes of scratch memory of a call: none forward; backward two numbers a query row, and where one kernel may
-    compute all gradients, a row of sums as wide as its tile and a count for each block of rows."""
+    """Bytes of scratch memory of a call: forward, where the grid splits the keys, what each split leaves of a row;
+    backward two numbers a query row, and where one kernel may compute all gradients, a row of sums as wide as its
+    tile and a count for each block of rows."""
     if operation != "attention_backward":
-        return 0
-    return _workspace(problem, _fused_tile(problem, _family(problem.device))).nbytes
+        return memory.split_nbytes(problem, _splits(problem, _family(problem.device)))
+    return memory.workspace_of(problem, _fused_tile(problem, _family(problem.device))).nbytes
 
 
-class _Workspace(NamedTuple):
-    """Where the parts of the scratch memory begin, from a multiple of 16, and its size."""
+class _Narrow(NamedTuple):
+    """How the kernel for few features takes a problem: into how many parts the warps of a CTA split the keys, and into
+    how many the grid does."""
 
-    delta: int
-    dq_accum: int
-    dq_turn: int
-    claims: int
-    nbytes: int
+    tile: tiles.Tile
+    key_warps: int
+    splits: int
 
 
 @lru_cache(maxsize=4096)
-def _workspace(problem: Problem, fused: tiles.Tile | None) -> _Workspace:
-    """``fused``: the tile of the kernel for all gradients, None where there is none."""
-    accumulator, q_batch = _accumulator_bytes(problem.dtype), math.prod(problem.q_batch)
-    rows = accumulator * math.prod(problem.inner_batch) * _padded_rows(problem.m)
-    sums = turns = claims = 0  # zeroed before each call, in one piece
-    if fused:
-        sums = accumulator * q_batch * _accumulated_rows(problem.m) * fused.head_dim
-        turns, claims = 4 * q_batch * _turn_count(problem.m, fused), 16
-    delta, accum, turn, claim, end = itertools.accumulate((rows, rows, sums, turns, claims))
-    return _Workspace(delta, accum, turn, claim, end + 16)  # the caller's memory may start anywhere
+def _narrow(problem: Problem, family: str) -> _Narrow | None:
+    """None where another kernel serves the problem."""
+    dtype, target = problem.dtype, _target(problem.device)
+    if problem.softcap is not None:
+        return None
+    d = tiles.bucket(tiles.NARROW, dtype, "strided", target, family, max(problem.d, problem.e))
+    if d is None:
+        return None
+    tile = tiles.tile(tiles.NARROW, dtype, d, "strided", False, target, family)
+    key_warps = tiles.key_warps(tile, dtype, problem.m)
+    row_blocks = -(-problem.m // (tile.block_m // key_warps)) * math.prod(problem.inner_batch)
+    slots = tiles.resident(tile, dtype, target) * _multiprocessors(problem.device)
+    return _Narrow(tile, key_warps, tiles.splits(row_blocks, -(-problem.n // tile.block_n), slots))
 
 
-def _accumulator_bytes(dtype: str) -> int:
-    return max(4, tiles.ITEMSIZE[dtype])
-
-
-def _padded_rows(m: int) -> int:
-    return -(-m // params.ROW_PADDING) * params.ROW_PADDING
-
-
-def _accumulated_rows(m: int) -> int:
-    return -(-m // 16) * 16
-
-
-def _turn_count(m: int, fused: tiles.Tile) -> int:
-    """Counts of turns of one batch element of q, a multiple of 4."""
-    return -(-m // (4 * fused.block_m)) * 4
+def _splits(problem: Problem, family: str) -> int:
+    """Into how many parts the grid splits the keys of a forward."""
+    narrow = _narrow(problem, family)
+    return 1 if narrow is None else narrow.splits
 
 
 @lru_cache(maxsize=4096)
@@ -168,8 +149,16 @@ def forward(problem: Problem, q: Any, k: Any, v: Any, key_bias: Any, o: Any, lse
     inputs, vectors = (pointers[0] | pointers[1] | pointers[2]) & 15, (pointers[3] | pointers[5]) & 15
     # The problem knows the strides of the inputs.
     o_strides, lse_strides = None if o is None else o.strides, None if lse is None else lse.strides
-    bits = _Bits(inputs, pointers[4] & 15, vectors)
-    _run((_plan_forward(problem, _family(problem.device), o_strides, lse_strides, bits),), pointers)
+    bits, family = _Bits(inputs, pointers[4] & 15, vectors), _family(problem.device)
+    plan = _plan_forward(problem, family, o_strides, lse_strides, bits)
+    if nbytes := memory.split_nbytes(problem, _splits(problem, family)):
+        if workspace is None:
+            import cupy
+
+            workspace = cupy.empty(nbytes, np.uint8)
+        split_rows = -(-workspace.data.ptr // 16) * 16
+        pointers += [0] * (len(params.TENSORS) - len(pointers)) + [0, split_rows]
+    _run(plan, pointers)
 
 
 def backward(
@@ -186,7 +175,7 @@ def backward(
     bits = (_Bits(tiles_in & 15, rows_in & 15, vectors & 15), *(x & 15 for x in results[:3]))
     plan = _plan_backward(problem, _family(problem.device), strides + result_strides, *bits)
     fused = next((launch.variant.tile for launch in plan if launch.variant.operation == tiles.FUSED), None)
-    parts = _workspace(problem, fused)
+    parts = memory.workspace_of(problem, fused)
     if workspace is None:
         workspace = cupy.empty(parts.nbytes, np.uint8)
     row_lse = -(-workspace.data.ptr // 16) * 16
@@ -197,7 +186,7 @@ def backward(
     _run(plan, [*inputs, row_lse, delta, *results, dq_accum, dq_turn, claims])
 
 
-def _describe(arrays: Sequence[Any]) -> tuple[list[int], tuple[Strides | None, ...]]:
+def _describe(arrays: Sequence[Any]) -> tuple[list[int], tuple[memory.Strides | None, ...]]:
     """Addresses (0 where absent) and strides, in the order of ``params.TENSORS``."""
     pointers = [0 if x is None else x.data.ptr for x in arrays]
     return pointers, tuple([None if x is None else x.strides for x in arrays])
@@ -217,15 +206,30 @@ def _run(plan: Sequence[_Launch], pointers: Sequence[int]) -> None:
 
 @lru_cache(maxsize=4096)
 def _plan_forward(
-    problem: Problem, family: str, o_strides: Strides | None, lse_strides: Strides | None, bits: _Bits
-) -> _Launch:
+    problem: Problem, family: str, o_strides: memory.Strides | None, lse_strides: memory.Strides | None, bits: _Bits
+) -> tuple[_Launch, ...]:
     bits.check(problem.dtype)
-    layout = _layout(problem, {**_input_strides(problem), "o": o_strides, "lse": lse_strides})
-    load = _load_kind(problem.dtype, layout, ("q", "k", "v"), bits.loads)
+    layout = memory.layout_of(problem, {**_input_strides(problem), "o": o_strides, "lse": lse_strides})
+    if narrow := _narrow(problem, family):
+        return _plan_narrow(problem, family, layout, narrow)
+    load = memory.load_kind(problem.dtype, layout, ("q", "k", "v"), bits.loads)
     variant = _variant(problem, "attention_forward", family, load)
     blocks = -(-problem.m // variant.tile.block_m)
-    vector = _load_kind(problem.dtype, layout, ("o",), bits.rows) == "16"
-    return _launch(problem, variant, layout, blocks, store_vector=vector)
+    vector = memory.load_kind(problem.dtype, layout, ("o",), bits.rows) == "16"
+    return (_launch(problem, variant, layout, blocks, store_vector=vector),)
+
+
+def _plan_narrow(problem: Problem, family: str, layout: memory.Layout, narrow: _Narrow) -> tuple[_Launch, ...]:
+    target, dtype, tile = _target(problem.device), problem.dtype, narrow.tile
+    variant = compile.Variant(tiles.NARROW, family, target, dtype, dtype, tile, ("KeyBias",), "strided", prescaled=True)
+    blocks = -(-problem.m // (tile.block_m // narrow.key_warps)) * narrow.splits
+    main = _launch(problem, variant, layout, blocks, splits=narrow.splits, key_warps=narrow.key_warps)
+    if narrow.splits == 1:
+        return (main,)
+    merge = _row_variant(problem, "attention_merge_splits", family, "strided")
+    rows = math.prod(layout.extents) * problem.m
+    merging = _launch(problem, merge, layout, 1, splits=narrow.splits)
+    return main, merging._replace(grid=(-(-rows // merge.tile.warps),))
 
 
 _BACKWARD_TENSORS = (
@@ -238,7 +242,7 @@ _NEED = {"dk": params.NEED_K, "dv": params.NEED_V, "dkey_bias": params.NEED_KEY_
 def _plan_backward(
     problem: Problem,
     family: str,
-    strides: tuple[Strides | None, ...],
+    strides: tuple[memory.Strides | None, ...],
     bits: _Bits,
     *gradient_bits: int,
 ) -> tuple[_Launch, ...]:
@@ -247,24 +251,24 @@ def _plan_backward(
     for gradient in gradient_bits:
         _Bits(gradient, 0, 0).check(problem.dtype)
     fused = _fused_tile(problem, family)
-    layout = _layout(problem, dict(zip(_BACKWARD_TENSORS, strides, strict=True)), fused)
-    load = _load_kind(problem.dtype, layout, ("q", "k", "v", "dout"), bits.loads)
+    layout = memory.layout_of(problem, dict(zip(_BACKWARD_TENSORS, strides, strict=True)), fused)
+    load = memory.load_kind(problem.dtype, layout, ("q", "k", "v", "dout"), bits.loads)
     gradients = [pair for pair in zip(("dq", "dk", "dv"), gradient_bits, strict=True) if pair[0] in layout.strides]
-    vector = {name: _load_kind(problem.dtype, layout, (name,), own) == "16" for name, own in gradients}
-    delta_load = _load_kind(problem.dtype, layout, ("o", "dout"), bits.rows)
+    vector = {name: memory.load_kind(problem.dtype, layout, (name,), own) == "16" for name, own in gradients}
+    delta_load = memory.load_kind(problem.dtype, layout, ("o", "dout"), bits.rows)
     variant = _row_variant(problem, "attention_delta", family, "16" if delta_load == "16" else "strided")
-    plan = [_launch(problem, variant, layout, _padded_rows(problem.m) // (variant.tile.threads // 8))]
+    plan = [_launch(problem, variant, layout, memory.padded_rows(problem.m) // (variant.tile.threads // 8))]
     if fused and _is_fused(problem, layout, family, load, fused):
         return (*plan, *_fused(problem, layout, family, vector))
     if "dq" in layout.strides:
         variant = _variant(problem, "attention_backward_dq", family, load)
-        blocks, loop = -(-problem.m // variant.tile.block_m), _summed_axes(layout, "dq")
+        blocks, loop = -(-problem.m // variant.tile.block_m), memory.summed_axes(layout, "dq")
         plan.append(_launch(problem, variant, layout, blocks, loop, params.NEED_Q, vector["dq"]))
     # One launch for the outputs that are summed over the same axes.
     groups: dict[tuple[int, ...], list[str]] = {}
     for name in _NEED:
         if name in layout.strides:
-            groups.setdefault(_summed_axes(layout, name), []).append(name)
+            groups.setdefault(memory.summed_axes(layout, name), []).append(name)
     for loop, outputs in groups.items():
         for operation, served in _backward_operations(problem, family).items():
             names = [name for name in outputs if name in served]
@@ -293,23 +297,23 @@ def _is_ordered(problem: Problem) -> bool:
     return problem.deterministic or not tiles.has_unordered(problem.dtype)
 
 
-def _is_fused(problem: Problem, layout: _Layout, family: str, load: str, tile: tiles.Tile) -> bool:
+def _is_fused(problem: Problem, layout: memory.Layout, family: str, load: str, tile: tiles.Tile) -> bool:
     """Whether this call can, and should, take the kernel for all gradients."""
     if load != "16" or not all(name in layout.strides for name in ("dq", "dk", "dv")):
         return False
-    summed = _summed_axes(layout, "dk")
-    if summed != _summed_axes(layout, "dv"):
+    summed = memory.summed_axes(layout, "dk")
+    if summed != memory.summed_axes(layout, "dv"):
         return False
     if not _is_ordered(problem):
         return True
-    if _summed_axes(layout, "dq"):  # it orders sums over keys alone
+    if memory.summed_axes(layout, "dq"):  # it orders sums over keys alone
         return False
     dkv, dq = (_bucket(problem, f"attention_backward_{x}", family, load) for x in ("dkv", "dq"))
     if 5 * tile.head_dim > 4 * dkv + 3 * dq:  # separate kernels have narrower tiles
         return False
     # CTAs with keys of one head start one after the other, a query block apart. That they idle meanwhile must cost less
     # than the two products of five that separate kernels do twice.
-    heads = math.prod(layout.extents[i] for i in range(MAX_BATCH_AXES) if i not in summed)
+    heads = math.prod(layout.extents[i] for i in range(memory.MAX_BATCH_AXES) if i not in summed)
     key_blocks, query_blocks = -(-problem.n // tile.block_n), -(-problem.m // tile.block_m)
     processors = _multiprocessors(problem.device)
     idle = min(key_blocks, -(-processors // heads))
@@ -317,133 +321,17 @@ def _is_fused(problem: Problem, layout: _Layout, family: str, load: str, tile: t
     return 3 * idle <= busy
 
 
-def _fused(problem: Problem, layout: _Layout, family: str, vector: Mapping[str, bool]) -> tuple[_Launch, _Launch]:
+def _fused(problem: Problem, layout: memory.Layout, family: str, vector: Mapping[str, bool]) -> tuple[_Launch, _Launch]:
     """The main kernel, which adds to dq_accum, and the one that rounds that to dq."""
     main = _variant(problem, tiles.FUSED, family, "16")
-    loop, need = _summed_axes(layout, "dk"), params.NEED_K | params.NEED_V
+    loop, need = memory.summed_axes(layout, "dk"), params.NEED_K | params.NEED_V
     blocks = -(-problem.n // main.tile.block_n)
     convert = _row_variant(problem, "attention_convert", family, "strided")
     rows = -(-problem.m // (16 * convert.tile.warps))
     return (
         _launch(problem, main, layout, blocks, loop, need, vector["dk"] and vector["dv"]),
-        _launch(problem, convert, layout, rows, _summed_axes(layout, "dq")),
+        _launch(problem, convert, layout, rows, memory.summed_axes(layout, "dq"), params.NEED_Q, vector["dq"]),
     )
-
-
-class _Layout(NamedTuple):
-    extents: tuple[int, int, int]
-    strides: dict[str, Strides]
-    """Three batch strides, row, column, in elements, of each array that is there."""
-    lengths: dict[str, tuple[int, int]]
-    """Length of the row axis and of the column axis."""
-
-
-_VECTORS = ("key_bias", "lse", "dlse", "dkey_bias")
-"""Arrays of accumulation dtype with a row axis and no column axis."""
-
-
-def _layout(problem: Problem, given: Mapping[str, Strides | None], fused: tiles.Tile | None = None) -> _Layout:
-    """Batch axes coalesced over all arrays of the call, workspace included; strides in elements."""
-    m, n, d, e = problem.m, problem.n, problem.d, problem.e
-    lengths = {"q": (m, d), "k": (n, d), "v": (n, e), "o": (m, e), "key_bias": (n, 1), "lse": (m, 1)}
-    lengths |= {f"d{name}": pair for name, pair in lengths.items()} | {"dout": (m, e)}
-    shapes = {"q": problem.q_batch, "k": problem.k_batch, "v": problem.v_batch, "key_bias": problem.bias_batch}
-    shapes |= {f"d{name}": shape for name, shape in shapes.items()}
-    batch_strides: dict[str, Strides] = {}
-    core_strides: dict[str, Strides] = {}
-    for name, strides in given.items():
-        if strides is not None:
-            shape = shapes.get(name, problem.inner_batch) or ()
-            itemsize = _accumulator_bytes(problem.dtype) if name in _VECTORS else tiles.ITEMSIZE[problem.dtype]
-            batch_strides[name] = _batch_strides(problem, shape, strides[: len(shape)], itemsize)
-            core_strides[name] = tuple(_elements(s, itemsize) for s in (*strides[len(shape) :], 0)[:2])
-    for name in ("row_lse", "delta"):
-        batch_strides[name], core_strides[name] = _contiguous(problem, problem.inner_batch, _padded_rows(m)), (1, 0)
-    if fused and "dq" in batch_strides:
-        sums = _accumulated_rows(m) * fused.head_dim
-        batch_strides["dq_accum"], core_strides["dq_accum"] = (
-            _contiguous(problem, problem.q_batch, sums),
-            (fused.head_dim, 0),
-        )
-        batch_strides["dq_turn"], core_strides["dq_turn"] = (
-            _contiguous(problem, problem.q_batch, _turn_count(m, fused)),
-            (1, 0),
-        )
-    axes = _coalesce(problem.inner_batch, batch_strides)
-    return _Layout(axes.extents, {name: axes.strides[name] + core_strides[name] for name in batch_strides}, lengths)
-
-
-def _contiguous(problem: Problem, shape: Sequence[int], count: int) -> Strides:
-    """Batch strides of a workspace array of ``shape`` in C order with ``count`` elements for each batch."""
-    strides: list[int] = []
-    for extent in reversed(shape):
-        strides.insert(0, count)
-        count *= extent
-    return _batch_strides(problem, shape, strides, 1)
-
-
-def _elements(stride: int, itemsize: int) -> int:
-    if stride % itemsize:
-        raise NotImplementedError(
-            f"kernels step by whole elements; a stride of {stride} bytes is not a multiple of {itemsize}: copy it"
-        )
-    return stride // itemsize
-
-
-def _batch_strides(problem: Problem, shape: Sequence[int], strides: Sequence[int], itemsize: int) -> Strides:
-    """Strides, in elements, on every axis of the inner batch; 0 where the array is broadcast."""
-    missing = len(problem.inner_batch) - len(shape)
-    own = (0 if length == 1 else _elements(s, itemsize) for length, s in zip(shape, strides, strict=True))
-    return (0,) * missing + tuple(own)
-
-
-def _coalesce(shape: Sequence[int], strides: Mapping[str, Strides]) -> _Axes:
-    """Merge each two batch axes that all arrays step through as one, in whichever order."""
-    keep = [i for i, length in enumerate(shape) if length != 1]
-    axes = [(shape[i], {name: s[i] for name, s in strides.items()}) for i in keep]
-    merged = True
-    while merged:
-        merged = False
-        for outer in range(len(axes)):
-            for inner in range(len(axes)):
-                length, steps = axes[inner]
-                if outer != inner and all(axes[outer][1][name] == length * step for name, step in steps.items()):
-                    axes[inner] = (length * axes[outer][0], steps)
-                    del axes[outer]
-                    merged = True
-                    break
-            if merged:
-                break
-    if len(axes) > MAX_BATCH_AXES:
-        raise NotImplementedError(
-            f"batch axes of lengths {[length for length, _ in axes]} step through memory in {len(axes)} independent "
-            f"ways, kernels follow {MAX_BATCH_AXES}: make an array contiguous, or call once for each index of an axis"
-        )
-    nothing = (1, dict.fromkeys(strides, 0))
-    axes = [nothing] * (MAX_BATCH_AXES - len(axes)) + axes
-    extents = (axes[0][0], axes[1][0], axes[2][0])
-    return _Axes(extents, {name: (axes[0][1][name], axes[1][1][name], axes[2][1][name]) for name in strides})
-
-
-def _load_kind(dtype: str, layout: _Layout, names: Iterable[str], bits: int) -> str:
-    """The widest load that every row of every array allows; ``bits`` are the low bits of their addresses."""
-    itemsize = tiles.ITEMSIZE[dtype]
-    for name in names:
-        if name not in layout.strides:
-            continue
-        *batch, row, col = layout.strides[name]
-        rows, cols = layout.lengths[name]
-        if col != 1 and cols > 1:
-            return "strided"
-        bits |= itemsize * (row if rows > 1 else 0)
-        for stride, extent in zip(batch, layout.extents, strict=True):
-            bits |= itemsize * stride if extent > 1 else 0
-    return next((load for load in tiles.loads(dtype)[:-1] if bits % int(load) == 0), "strided")
-
-
-def _summed_axes(layout: _Layout, name: str) -> tuple[int, ...]:
-    """Batch axes on which the input of a gradient was broadcast: the gradient has nothing to step to there."""
-    return tuple(i for i in range(MAX_BATCH_AXES) if layout.extents[i] > 1 and layout.strides[name][i] == 0)
 
 
 def _exponent_scale(problem: Problem) -> float:
@@ -460,7 +348,7 @@ def _variant(problem: Problem, operation: str, family: str, load: str) -> compil
     dtype, target = problem.dtype, _target(problem.device)
     head_dim = _bucket(problem, operation, family, load)
     plain = _is_plain(problem) and tiles.has_plain(head_dim, load)
-    tile = tiles.tile(operation, dtype, head_dim, load, plain, target, family)
+    tile = tiles.tile(operation, dtype, head_dim, load, plain, target, family, problem.precision)
     scores = () if plain else tiles.SCORES
     ordered = operation != tiles.FUSED or _is_ordered(problem)
     return compile.Variant(
@@ -476,22 +364,24 @@ def _row_variant(problem: Problem, operation: str, family: str, load: str) -> co
 def _launch(
     problem: Problem,
     variant: compile.Variant,
-    layout: _Layout,
+    layout: memory.Layout,
     blocks: int,
     loop: tuple[int, ...] = (),
     need: int = 0,
     store_vector: bool = False,
+    splits: int = 1,
+    key_warps: int = 1,
 ) -> _Launch:
-    grid_extents = [1 if i in loop else layout.extents[i] for i in range(MAX_BATCH_AXES)]
-    loop_extents = [layout.extents[i] if i in loop else 1 for i in range(MAX_BATCH_AXES)]
+    grid_extents = [1 if i in loop else layout.extents[i] for i in range(memory.MAX_BATCH_AXES)]
+    loop_extents = [layout.extents[i] if i in loop else 1 for i in range(memory.MAX_BATCH_AXES)]
     grid = blocks * math.prod(grid_extents)
     if grid > MAX_INT or math.prod(loop_extents) > MAX_INT:
         raise NotImplementedError(f"{variant.operation} would need {grid} blocks, a launch has at most {MAX_INT}")
-    ints = {f"grid_extent{i}": grid_extents[i] for i in range(MAX_BATCH_AXES)}
-    ints |= {f"loop_extent{i}": loop_extents[i] for i in range(MAX_BATCH_AXES)}
+    ints = {f"grid_extent{i}": grid_extents[i] for i in range(memory.MAX_BATCH_AXES)}
+    ints |= {f"loop_extent{i}": loop_extents[i] for i in range(memory.MAX_BATCH_AXES)}
     ints |= {"seqlen_q": problem.m, "seqlen_k": problem.n, "head_dim": problem.d, "value_dim": problem.e}
     ints |= {"band_lo": problem.band.lo, "band_hi": problem.band.hi}
-    ints |= {"need": need, "store_vector": int(store_vector)}
+    ints |= {"need": need, "store_vector": int(store_vector), "splits": splits, "key_warps": key_warps}
     scalars = {
         "scale": problem.scale,
         "exponent_scale": LOG2E if variant.prescaled else _exponent_scale(problem),
@@ -545,18 +435,18 @@ def merge(os_: Any, lses: Any, o: Any, lse: Any) -> None:
     itemsize, lse_itemsize = o.dtype.itemsize, lse.dtype.itemsize
     parts = [(os_[0], lses[0])] if stacked else list(zip(os_, lses, strict=True))
     shape = o.shape[:-2]
-    strides: dict[str, Strides] = {}
+    strides: dict[str, memory.Strides] = {}
     for i, (a, b) in enumerate([*parts, (o, lse)]):
-        strides[f"o{i}"] = tuple(_elements(s, itemsize) for s in a.strides)
-        strides[f"lse{i}"] = tuple(_elements(s, lse_itemsize) for s in b.strides)
-    axes = _coalesce(shape, {name: s[: len(shape)] for name, s in strides.items()})
+        strides[f"o{i}"] = tuple(memory.elements(s, itemsize) for s in a.strides)
+        strides[f"lse{i}"] = tuple(memory.elements(s, lse_itemsize) for s in b.strides)
+    axes = memory.coalesce(shape, {name: s[: len(shape)] for name, s in strides.items()})
     full = {name: axes.strides[name] + (*strides[name][len(shape) :], 0)[:2] for name in strides}
     described = [
         (a.data.ptr, b.data.ptr, full[f"o{i}"], full[f"lse{i}"]) for i, (a, b) in enumerate([*parts, (o, lse)])
     ]
-    part_strides = (
-        (_elements(os_.strides[0], itemsize), _elements(lses.strides[0], lse_itemsize)) if stacked else (0, 0)
-    )
+    part_strides = (0, 0)
+    if stacked:
+        part_strides = memory.elements(os_.strides[0], itemsize), memory.elements(lses.strides[0], lse_itemsize)
     rows, value_dim = o.shape[-2:]
     for o_at, lse_at, *_ in described:
         _Bits(o_at, 0, lse_at).check(o.dtype.name)

@@ -12,9 +12,12 @@ from collections.abc import Mapping, Sequence
 
 TENSORS = (
     "q", "k", "v", "key_bias", "o", "lse", "dout", "dlse", "row_lse", "delta", "dq", "dk", "dv", "dkey_bias",
-    "dq_accum", "dq_turn", "claims",
+    "dq_accum", "dq_turn",
 )  # fmt: skip
 """Arrays of a call. ``row_lse`` and those after ``dkey_bias`` live in the workspace, as ``delta`` does."""
+
+SCRATCH = ("claims", "split_rows")
+"""Arrays of the workspace that no kernel needs strides for."""
 
 STRIDES_PER_TENSOR = 5
 """Three batch strides, row, column: in elements. A vector (lse, key_bias, ...) has its length on the row stride."""
@@ -22,6 +25,7 @@ STRIDES_PER_TENSOR = 5
 INTS = (
     "grid_extent0", "grid_extent1", "grid_extent2", "loop_extent0", "loop_extent1", "loop_extent2",
     "seqlen_q", "seqlen_k", "head_dim", "value_dim", "band_lo", "band_hi", "need", "store_vector",
+    "splits", "key_warps",
 )  # fmt: skip
 SCALARS = ("scale", "exponent_scale", "lse_scale", "softcap")
 """Of the accumulation dtype."""
@@ -32,11 +36,11 @@ ROW_PADDING = 128
 NEED_Q, NEED_K, NEED_V, NEED_KEY_BIAS = 1, 2, 4, 8
 """Bits of ``need``, as in params.cuh."""
 
-_POINTERS = struct.Struct(f"<{len(TENSORS)}Q")
+_POINTERS = struct.Struct(f"<{len(TENSORS) + len(SCRATCH)}Q")
 _TAILS = {
     scalar: struct.Struct(f"<{len(TENSORS) * STRIDES_PER_TENSOR}q{len(SCALARS)}{scalar}{len(INTS)}i") for scalar in "fd"
 }
-_ABSENT = (0,) * len(TENSORS)
+_ABSENT = (0,) * (len(TENSORS) + len(SCRATCH))
 
 MERGE_PARTS = 36
 """Separate arrays that one merge reads through its parameter struct of at most 4 kB; a stacked array has no limit."""
@@ -68,7 +72,7 @@ def pack_tail(
 
 
 def pack(pointers: Sequence[int], tail: bytes) -> bytes:
-    """The struct: addresses in the order of ``TENSORS``, 0 where absent, before the cached ``tail``."""
+    """The struct: addresses in the order of ``TENSORS`` and ``SCRATCH``, 0 where absent, before the cached ``tail``."""
     return _POINTERS.pack(*pointers, *_ABSENT[len(pointers) :]) + tail
 
 
@@ -88,7 +92,9 @@ def pack_merge(
 def static_asserts(dtype: str) -> str:
     """C++ that fails to compile unless the struct of params.cuh has this layout."""
     offset, lines = 0, []
-    fields = [(name, 8) for name in TENSORS] + [(f"{name}_stride", 8 * STRIDES_PER_TENSOR) for name in TENSORS]
+    fields = [(name, 8) for name in (*TENSORS, *SCRATCH)] + [
+        (f"{name}_stride", 8 * STRIDES_PER_TENSOR) for name in TENSORS
+    ]
     fields += [(name, struct.calcsize(_scalar(dtype))) for name in SCALARS] + [(name, 4) for name in INTS]
     for name, nbytes in fields:
         lines.append(f"static_assert(CUFLASH_OFFSETOF({name}) == {offset});")

@@ -24,6 +24,9 @@ SMEM_LIMIT = {
 FUSED = "attention_backward_dqkv"
 """dq, dk and dv in one kernel: plain variants with 16-byte loads only."""
 
+NARROW = "attention_narrow"
+"""The forward for few features, by multiply-adds: one variant a row, with key_bias, without softcap, at any strides."""
+
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
@@ -31,9 +34,11 @@ ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 class Tile:
     """Block sizes of a kernel: ``block_m`` query rows, ``block_n`` keys, of at most ``head_dim`` features.
 
-    ``stages`` is how many blocks the backward kernels keep in flight; the forward has one of K and one of V. Of the
-    ``warps``, ``column_warps`` share a row of scores. ``low_bits``: which float32
-    tiles are kept with what tensor cores ignore of their elements: 1 those read row by row, 2 the forward's V, too.
+    ``stages`` is how many blocks the backward and the narrow kernels keep in flight, in the fused backward three with
+    one barrier a step; the forward has one of K and one of V. Of the ``warps``, ``column_warps`` share a row of scores.
+    ``low_bits``: which float32 tiles are kept with what tensor cores ignore of their elements: 1 those read row by row,
+    2 the forward's V, too. ``resident``: of the forward and narrow kernels, how many CTAs the registers of an SM are to
+    hold.
     """
 
     head_dim: int
@@ -44,10 +49,11 @@ class Tile:
     warps: int
     column_warps: int = 1
     low_bits: int = 0
+    resident: int = 1
 
     def __post_init__(self) -> None:
-        if self.head_dim % 16 or self.value_dim % 16:
-            raise ValueError(f"tile head dims must be multiples of 16, got {self.head_dim=}, {self.value_dim=}")
+        if any(dim % 16 and dim > 8 for dim in (self.head_dim, self.value_dim)):
+            raise ValueError(f"tile head dims above 8 must be multiples of 16, got {self.head_dim=}, {self.value_dim=}")
         if self.block_m % 16 or self.block_n % 16:
             raise ValueError(f"blocks must be multiples of 16, got {self.block_m=}, {self.block_n=}")
 
@@ -67,14 +73,21 @@ class Tile:
         scores = itemsize * self.block_m * self.block_n
         queries = twice * (q + do) + 2 * accumulator * self.block_m  # row_lse and delta
         shared, row = (scores, self.column_warps * accumulator) if self.column_warps > 1 else (0, 0)
-        keys = k + v + self.stages * queries + row * self.block_n
+        gradients = k + v + self.stages * queries
+        keys = gradients + row * self.block_n
         nbytes = {
             "attention_forward": q + twice * k + (twice if self.low_bits == 2 else 1) * v + shared + row * self.block_m,
             "attention_backward_dq": q + do + self.stages * twice * (k + v) + shared,
             "attention_backward_dk": keys + shared,
             "attention_backward_dv": keys + shared,
             "attention_backward_dkv": keys + 2 * shared,
-            FUSED: keys + shared + scores + 16,  # ds, whose turn it is
+            # p and ds, twice where a step has one barrier; whose turn it is, where arrays begin, the barrier
+            FUSED: gradients + (2 if self.stages == 3 else 1) * (shared + scores) + 72,
+            # with key_bias; the warps' totals; addresses; each warp's work
+            NARROW: self.stages * accumulator * self.block_n * (self.head_dim + self.value_dim + 1)
+            + accumulator * self.block_m * (3 + self.value_dim)
+            + 32
+            + 20 * self.warps,
         }
         return -(-nbytes.get(operation, 0) // 128) * 128  # tiles begin at multiples of 128 bytes
 
@@ -83,13 +96,29 @@ def _rows(*rows: tuple[int, ...]) -> dict[int, Tile]:
     return {row[0]: Tile(row[0], *row) for row in rows}
 
 
+# Up to four features are not padded: a lane pays for each. 8 rows a warp: more do not fit its registers, fewer read
+# each key more often. Two CTAs an SM: 128 registers a thread.
+_NARROW_FLOAT = {
+    99: _rows(*((d, 48 if d == 4 else 64, 1024, 2, 8, 1, 0, 2) for d in (1, 2, 3, 4))),
+    64: _rows(*((d, 48 if d == 4 else 64, 512, 2, 8, 1, 0, 2) for d in (1, 2, 3, 4))),
+}
+# Of float32, whose tensor cores take three products of each, up to eight.
+_MORE_FEATURES = {
+    99: _rows(*((d, 32, 512, 2, 8, 1, 0, 2) for d in (6, 8))),
+    64: _rows(*((d, 32, 256, 2, 8, 1, 0, 2) for d in (6, 8))),
+}
+
 # kind of operand -> operation -> kB of shared memory, at least -> head dim -> tile. A target takes a head dim's row
 # from the largest class that it reaches and that has one.
-# Columns: head dim, block_m, block_n, stages, warps, column warps (1 where left out), low bits (0 where left out).
+# Columns: head dim, block_m, block_n, stages, warps, column warps (1 where left out), low bits (0), resident CTAs (1).
 # A row is chosen by speed on one H200 (bench/NOTES.md) among those that do not spill.
 TABLES: dict[str, dict[str, dict[int, dict[int, Tile]]]] = {
     "16 bits": {
+        NARROW: _NARROW_FLOAT,
         "attention_forward": {
+            # 10 percent over two CTAs an SM with 96 keys; it spills on the targets with less
+            227: _rows((64, 128, 64, 1, 4, 1, 0, 3)),
+            163: _rows((256, 64, 64, 1, 4, 2)),  # two CTAs an SM; 1 percent over warps of 16 whole rows
             99: _rows(
                 (32, 128, 64, 1, 4),
                 (64, 128, 96, 1, 4),
@@ -97,7 +126,7 @@ TABLES: dict[str, dict[str, dict[int, dict[int, Tile]]]] = {
                 # 32 rows a warp: a fragment of K or V serves two products
                 (128, 128, 64, 1, 4),
                 (192, 64, 64, 1, 4),
-                (256, 64, 64, 1, 4),  # two CTAs an SM
+                (256, 64, 64, 1, 4),
             ),
             64: _rows(
                 (32, 128, 64, 1, 4),
@@ -114,9 +143,13 @@ TABLES: dict[str, dict[str, dict[int, dict[int, Tile]]]] = {
             64: _rows((32, 64, 64, 1, 4), (64, 64, 64, 1, 4), (96, 32, 64, 1, 4), (128, 16, 64, 1, 4)),
         },
         "attention_backward_dqkv": {
-            227: _rows((64, 128, 128, 2, 8, 2)),  # in order 21 percent over 64 query rows
+            227: _rows(
+                (64, 128, 128, 3, 8),  # one barrier a step: in order 10 percent over two stages of column warps
+                (128, 64, 128, 3, 8, 2),  # likewise 14 percent over two stages
+                (256, 64, 64, 2, 8, 4),  # no room for three stages; registers allow one CTA an SM in any case
+            ),
             163: _rows(
-                (64, 64, 128, 2, 8, 2),
+                (64, 128, 128, 2, 8, 2),  # in order 21 percent over 64 query rows
                 (128, 64, 128, 2, 8, 2),  # in order 32 percent over two CTAs an SM of 64 x 64
                 (256, 64, 64, 1, 8, 4),
             ),
@@ -152,13 +185,24 @@ TABLES: dict[str, dict[str, dict[int, dict[int, Tile]]]] = {
         },
     },
     "float32": {
+        NARROW: {kb: _NARROW_FLOAT[kb] | _MORE_FEATURES[kb] for kb in (99, 64)},
         "attention_forward": {
             227: _rows((64, 128, 48, 1, 4, 1, 2), (128, 128, 64, 1, 8, 1, 2), (256, 64, 32, 1, 8, 2, 1)),
             163: _rows((128, 128, 32, 1, 8, 1, 1), (256, 64, 32, 1, 8, 2)),
             99: _rows(
-                (32, 128, 64, 1, 8), (64, 128, 32, 1, 4, 1, 1), (128, 64, 32, 1, 4, 1, 1), (256, 16, 32, 1, 2, 2)
+                (16, 64, 128, 1, 4),
+                (32, 128, 64, 1, 8),
+                (64, 128, 32, 1, 4, 1, 1),
+                (128, 64, 32, 1, 4, 1, 1),
+                (256, 16, 32, 1, 2, 2),
             ),
-            64: _rows((32, 64, 32, 1, 4), (64, 64, 32, 1, 4), (128, 32, 32, 1, 4, 2), (256, 16, 16, 1, 2, 2)),
+            64: _rows(
+                (16, 64, 32, 1, 4),
+                (32, 64, 32, 1, 4),
+                (64, 64, 32, 1, 4),
+                (128, 32, 32, 1, 4, 2),
+                (256, 16, 16, 1, 2, 2),
+            ),
         },
         "attention_backward_dkv": {
             227: _rows((256, 32, 32, 1, 4, 2, 1)),
@@ -167,7 +211,8 @@ TABLES: dict[str, dict[str, dict[int, dict[int, Tile]]]] = {
             64: _rows((32, 32, 64, 1, 4), (64, 32, 32, 1, 2), (128, 16, 32, 1, 4, 2)),
         },
         "attention_backward_dqkv": {
-            227: _rows((128, 32, 128, 1, 8, 1, 1)),
+            # two CTAs an SM with two stages as with one: 8 percent
+            227: _rows((64, 32, 64, 2, 4, 1, 1), (128, 32, 128, 1, 8, 1, 1)),
             163: _rows((64, 32, 64, 1, 4, 1, 1), (128, 32, 64, 1, 8, 2, 1)),
         },
         "attention_backward_dk": {99: _rows((256, 32, 16, 1, 2, 2))},
@@ -180,11 +225,21 @@ TABLES: dict[str, dict[str, dict[int, dict[int, Tile]]]] = {
         },
     },
     "float64": {
+        NARROW: {  # 4 rows a warp, of twice the registers: 168 a thread
+            99: _rows(*((d, 16, 512, 2, 4, 1, 0, 3) for d in (1, 2, 3, 4))),
+            64: _rows(*((d, 16, 256, 2, 4, 1, 0, 3) for d in (1, 2, 3, 4))),
+        },
         "attention_forward": {
             227: _rows((64, 64, 64, 1, 4), (128, 128, 32, 1, 8), (256, 64, 16, 1, 8, 2)),
             163: _rows((128, 64, 32, 1, 8, 2), (256, 32, 16, 1, 4, 2)),
-            99: _rows((32, 64, 64, 1, 4), (64, 64, 32, 1, 4), (128, 32, 16, 1, 4, 2), (256, 16, 16, 1, 2, 2)),
-            64: _rows((32, 32, 32, 1, 2), (64, 32, 32, 1, 4, 2), (128, 16, 16, 1, 2, 2)),
+            99: _rows(
+                (16, 32, 64, 1, 2),
+                (32, 64, 64, 1, 4),
+                (64, 64, 32, 1, 4),
+                (128, 32, 16, 1, 4, 2),
+                (256, 16, 16, 1, 2, 2),
+            ),
+            64: _rows((16, 32, 32, 1, 2), (32, 32, 32, 1, 2), (64, 32, 32, 1, 4, 2), (128, 16, 16, 1, 2, 2)),
         },
         "attention_backward_dkv": {
             227: _rows((128, 16, 64, 1, 8, 2)),
@@ -214,11 +269,19 @@ GENERAL = {
 }
 """Smaller rows where the registers of the score terms made the table's spill; for targets with room for them."""
 
+PRECISE: dict[tuple[str | None, str], dict[int, Tile]] = {
+    # 32 rows a warp: a fragment of K or V is rounded once for two products. 173 and 169 TFLOP/s.
+    ("tf32", "attention_forward"): _rows((64, 128, 64, 1, 4), (128, 128, 32, 1, 4)),
+}
+"""Rows of a precision in place of its dtype's, for variants without score terms."""
+
 SPILLS = {
-    ("16 bits", FUSED, 64): 32,  # in order 222 TFLOP/s; 183 with the next best row
-    ("16 bits", FUSED, 128): 64,  # 241 against 182
-    ("16 bits", FUSED, 256): 96,  # 196 against 174
-    ("float32", FUSED, 128): 448,  # 54 against 44
+    ("16 bits", FUSED, 64): 64,  # in order 1.14 of FlashAttention-2; 1.04 with the next best row
+    ("16 bits", FUSED, 128): 64,  # 1.23 against 1.08
+    ("16 bits", FUSED, 256): 64,  # 0.97; 0.84 with one stage, which spilled as much
+    ("float32", "attention_forward", 128): 8,  # tf32, by NVRTC 13.5 alone
+    ("float32", FUSED, 128): 128,  # 1.48 of the memory-efficient kernel; 54 TFLOP/s against 44 with the next best row
+    ("float32", NARROW, 8): 48,
     ("float32", "attention_backward_dkv", 256): 96,
     ("float32", "attention_backward_dq", 128): 16,
     ("float64", "attention_backward_dkv", 128): 128,
@@ -237,9 +300,9 @@ ROW_KERNEL = Tile(head_dim=32, value_dim=32, block_m=16, block_n=16, stages=1, w
 
 SCORES = ("Softcap", "KeyBias")
 """Score terms of the general variants; each can be off at run time, so one variant serves every combination."""
-PLAIN_HEAD_DIMS = (64, 128, 256)
+PLAIN_HEAD_DIMS = (16, 64, 128, 256)
 """Tile head dims that have, at 16-byte loads, a variant without score terms and with the scale in the exponent."""
-UNALIGNED_HEAD_DIMS = (64, 128, 256)
+UNALIGNED_HEAD_DIMS = (16, 64, 128, 256)
 """Tile head dims of the load kinds below 16 bytes: fewer, since the loads bound them."""
 
 
@@ -268,7 +331,11 @@ def _row(operation: str, dtype: str, head_dim: int, target: str, family: str) ->
 def head_dims(operation: str, dtype: str, load: str, target: str, family: str) -> list[int]:
     """Tile head dims at which ``operation`` has a variant with this load kind, ascending; none where it has not."""
     classes = TABLES[kind(dtype)].get(operation, {}) if operation != FUSED or family != "sm75" else {}
-    dims = sorted({d for rows in classes.values() for d in rows if load == "16" or d in UNALIGNED_HEAD_DIMS})
+    dims = sorted({d for rows in classes.values() for d in rows})
+    if operation == NARROW:
+        dims = dims if load == "strided" else []
+    elif load != "16":
+        dims = [d for d in dims if d in UNALIGNED_HEAD_DIMS]
     dims = [d for d in dims if _row(operation, dtype, d, target, family)]
     if operation in _HALVES:  # for what one kernel cannot do
         whole = max(head_dims("attention_backward_dkv", dtype, load, target, family))
@@ -286,14 +353,24 @@ def has_plain(head_dim: int, load: str) -> bool:
     return load == "16" and head_dim in PLAIN_HEAD_DIMS
 
 
-def tile(operation: str, dtype: str, head_dim: int, load: str, plain: bool, target: str, family: str) -> Tile:
+def tile(
+    operation: str,
+    dtype: str,
+    head_dim: int,
+    load: str,
+    plain: bool,
+    target: str,
+    family: str,
+    precision: str | None = None,
+) -> Tile:
     """The tile for a head dim of `head_dims`."""
     row = _row(operation, dtype, head_dim, target, family)
     if row is None:
         raise KeyError(f"no row of {operation} in {dtype} for {head_dim} features on sm_{target}")
-    general = GENERAL.get((kind(dtype), operation), {}).get(head_dim, row)
-    fits = general.smem_bytes(operation, dtype) <= _smem_limit(target, family)
-    return general if not plain and fits and family != "sm75" else row
+    rows = PRECISE.get((precision, operation), {}) if plain else GENERAL.get((kind(dtype), operation), {})
+    other = rows.get(head_dim, row)
+    fits = other.smem_bytes(operation, dtype) <= _smem_limit(target, family)
+    return other if fits and family != "sm75" else row
 
 
 def backward_operations(dtype: str, head_dim: int, target: str, family: str) -> dict[str, tuple[str, ...]]:
@@ -302,6 +379,35 @@ def backward_operations(dtype: str, head_dim: int, target: str, family: str) -> 
     if head_dim <= max(head_dims("attention_backward_dkv", dtype, "strided", target, family)):
         return {"attention_backward_dkv": ("dk", "dv", "dkey_bias")}
     return {"attention_backward_dk": ("dk", "dkey_bias"), "attention_backward_dv": ("dv",)}
+
+
+def key_warps(tile: Tile, dtype: str, m: int) -> int:
+    """Into how many parts the warps of a CTA of the `NARROW` kernel split the keys, where m rows need few of them."""
+    steps = tile.block_n // (32 * (2 if dtype == "float64" else 4))  # of a lane's 16 bytes of keys
+    parts, rows = 1, 1 if m == 1 else tile.block_m // tile.warps
+    while 2 * parts <= min(steps, tile.warps) and tile.warps // (2 * parts) * rows >= m:
+        parts *= 2
+    return parts
+
+
+def resident(tile: Tile, dtype: str, target: str) -> int:
+    """CTAs of the `NARROW` kernel that registers and shared memory of an SM hold."""
+    own = 1024  # shared memory that the system takes for each CTA
+    room = SMEM_LIMIT[target] + own
+    return max(1, min(tile.resident, room // (tile.smem_bytes(NARROW, dtype) + own)))
+
+
+def splits(units: int, blocks: int, slots: int) -> int:
+    """Into how many parts the grid splits ``blocks`` blocks of keys, where ``units`` CTAs would not fill the ``slots``
+    of the device: as few as fill it best."""
+    if units >= 4 * slots or blocks < 8:
+        return 1
+    most = min(blocks, -(-4 * slots // units), 1024)
+
+    def used(parts: int) -> float:
+        return units * parts / (slots * -(-units * parts // slots))
+
+    return max(range(1, most + 1), key=lambda parts: (used(parts), -parts))
 
 
 def max_head_dim(operation: str, dtype: str, target: str, family: str) -> int:
@@ -338,12 +444,12 @@ def variants(target: str, family: str) -> list[Variant]:
 
     found = []
     for dtype in dtypes(target, family):
-        for operation, load in ((o, x) for o in TABLES[kind(dtype)] if o != FUSED for x in loads(dtype)):
+        for operation, load in ((o, x) for o in TABLES[kind(dtype)] if o not in (FUSED, NARROW) for x in loads(dtype)):
             for d in head_dims(operation, dtype, load, target, family):
                 for plain in (False, True) if has_plain(d, load) else (False,):
-                    t = tile(operation, dtype, d, load, plain, target, family)
                     scores = () if plain else SCORES
                     for precision in precisions(dtype, family):
+                        t = tile(operation, dtype, d, load, plain, target, family, precision)
                         found.append(
                             Variant(
                                 operation, family, target, dtype, dtype, t, scores, load, not plain, True, precision
@@ -356,6 +462,10 @@ def variants(target: str, family: str) -> list[Variant]:
                     found.append(Variant(FUSED, family, target, dtype, dtype, t, (), "16", False, ordered, precision))
         if head_dims(FUSED, dtype, "16", target, family):
             found.append(Variant("attention_convert", family, target, dtype, dtype, ROW_KERNEL, (), "strided", False))
+        for d in head_dims(NARROW, dtype, "strided", target, family):
+            t = tile(NARROW, dtype, d, "strided", False, target, family)
+            found.append(Variant(NARROW, family, target, dtype, dtype, t, ("KeyBias",), "strided", True))
+        found.append(Variant("attention_merge_splits", family, target, dtype, dtype, ROW_KERNEL, (), "strided", False))
         for load in ("16", "strided"):
             found.append(Variant("attention_delta", family, target, dtype, dtype, ROW_KERNEL, (), load, False))
     for dtype in dtypes(target, "sm75" if target == "75" else "sm80"):  # merging has no products

@@ -13,14 +13,6 @@ __device__ __forceinline__ double exponential(double x) { return exp(x); }
 __device__ __forceinline__ float logarithm(float x) { return logf(x); }
 __device__ __forceinline__ double logarithm(double x) { return log(x); }
 
-template <class T>
-__device__ __forceinline__ T round_to(Accumulator x) {
-  if constexpr (kSame<T, double>)
-    return x;
-  else
-    return from_float<T>(x);
-}
-
 __device__ __forceinline__ void attention_merge(const MergeParams& params) {
   const i64 index = i64(work_index()) * kTile.warps + warp_id();  // one warp a row
   const int lane = lane_id();
@@ -65,7 +57,7 @@ __device__ __forceinline__ void attention_merge(const MergeParams& params) {
       const Accumulator weight = weight_of(part);
       if (weight != 0) o += weight * o_of(part, col);
     }
-    o_gmem[col * params.o_stride.col] = round_to<Output>(live ? o / sum : Accumulator(0));
+    o_gmem[col * params.o_stride.col] = from_float<Output>(live ? o / sum : Accumulator(0));
   }
 }
 

@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 
 EDGES = (0, 1, 2, 3, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 95, 96, 97, 127, 128, 129, 257)
 """Lengths around the sizes of fragments and blocks."""
-HEAD_DIMS = (1, 2, 7, 8, 16, 31, 32, 33, 40, 64, 65, 72, 80, 96, 104, 128, 129, 160, 192, 255, 256)
+HEAD_DIMS = (1, 2, 3, 4, 5, 8, 16, 17, 31, 32, 33, 40, 64, 65, 72, 80, 96, 104, 128, 129, 160, 192, 255, 256)
 VALUE_DIMS = ("like d",) * 4 + ("any",) * 4 + ("none",)
 MOST_SCORES = 150_000
 """Scores of one case: the dense float64 reference takes milliseconds."""

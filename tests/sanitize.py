@@ -8,6 +8,8 @@ The first run, without a tool, compiles; the tools then watch kernels only::
       compute-sanitizer --tool $tool --report-api-errors no --error-exitcode 1 python tests/sanitize.py || exit 1
     done
 
+Words after the script's name pick the problems whose description has one of them: ``python tests/sanitize.py d=3``.
+
 API errors are left out: cuda.bindings asks the driver for functions of newer versions and expects a refusal.
 
 Arrays are allocated to the byte and without a pool, so that memcheck knows where each one ends. Results are compared
@@ -17,6 +19,7 @@ with the host's, so a run says that kernels ran and computed.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,6 +65,13 @@ PROBLEMS = (
     Problem(70, 130, 64, 64, dtype="float64", options={"causal": True, "align": "bottom-right"}),
     Problem(33, 97, 128, 100, dtype="float64", shift=1, options={"window": (40, 8), "align": "bottom-right"}),
     Problem(33, 97, 256, 256, dtype="float64", heads=4, kv_heads=1, options={"grouped_heads": True}),
+    # Few features: whole and cut tiles, rows of a band, one row, keys split in two and in three.
+    Problem(70, 1100, 3, 3, dtype="float32", options={"causal": True, "align": "bottom-right"}),
+    Problem(3, 8300, 2, 3, dtype="float32", heads=1, kv_heads=1, shift=1, key_bias=True),
+    Problem(5, 4200, 4, 1, dtype="float64", shift=1),
+    Problem(1, 1030, 1, 1, dtype="float16", key_bias=True),
+    Problem(20, 300, 16, 16, dtype="float32", options={"window": (40, 8), "align": "bottom-right"}),
+    Problem(20, 300, 12, 16, dtype="float64", key_bias=True),
 )
 FAMILIES = ("sm80", "sm75")
 TOLERANCE = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 1e-4, "tf32": 1e-2, "float64": 1e-11}
@@ -122,7 +132,7 @@ def main() -> None:
     for family in FAMILIES:
         os.environ["CUFLASH_FAMILY"] = family
         for problem in PROBLEMS:
-            if not serves(family, problem):
+            if not serves(family, problem) or not any(word in str(problem) for word in sys.argv[1:] or [""]):
                 continue
             rng = np.random.default_rng(problem.m)
             shapes = (

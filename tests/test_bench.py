@@ -270,6 +270,21 @@ def test_the_section_lands_between_the_markers(tmp_path: Path) -> None:
         report.put_into("no markers", "section")
 
 
+def test_few_features_are_a_table_of_times() -> None:
+    table = []
+    for run_, ours in (("2026-01-01T00:00:00+00:00", 5.0), ("2026-01-02T00:00:00+00:00", 0.5)):
+        for p in (problems.points("float32")[2], problems.points("float64")[5]):
+            for peer, ms in (("cuflash", ours), ("cupy", 4.0)):
+                values = p.columns() | {"run": run_, "device": "NVIDIA H200", "versions": {}, "tflops": 1.0}
+                table.append(rows.row(values | {"op": "forward", "peer": peer, "mode": "default", "ms": ms}))
+    assert report.few_features(table)[2:] == [
+        "| 3 | 16,384 | 16,384 | 0.500 (8.0) |  |",
+        "| 3 | 1 | 4,000,000 |  | 0.500 (8.0) |",
+    ]
+    assert "| 3 | 1 | 4,000,000 |" in report.markdown(table)
+    assert report.few_features(fixture_rows()) == []
+
+
 def test_plots_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     (picture,) = report.plots(fixture_rows(), tmp_path, "h200")

@@ -124,11 +124,11 @@ def test_the_tables_stay_small(family: str, target: str) -> None:
     """A first call compiles one of them; somebody who compiles a target ahead of time waits for all.
 
     float32 with its two precisions and float64 have fewer load kinds and head dims than 16 bits have: they may add
-    three quarters to what those come to.
+    four fifths to what those come to.
     """
     listed = tiles.variants(target, family)
     assert 0 < sum(tiles.kind(variant.dtype) == "16 bits" for variant in listed) <= 150
-    assert len(listed) <= 260
+    assert len(listed) <= 270
     assert {variant.dtype for variant in listed} == set(tiles.dtypes(target, family))
     names = {variant.name for variant in listed}
     assert len(names) == len(listed) == len(set(listed))
@@ -177,7 +177,7 @@ def test_the_source_is_readable_and_complete(tiny_kernels: Path) -> None:
         "using Operand = BFloat16;",
         "using Output = float;",
         "inline constexpr Tile kTile{.head_dim = 64, .value_dim = 96, .block_m = 128, .block_n = 32, .stages = 2, "
-        ".warps = 8, .column_warps = 2, .low_bits = 0};",
+        ".warps = 8, .column_warps = 2, .low_bits = 0, .resident = 1};",
         f"inline constexpr int kSmemBytes = {variant.smem_bytes};",
         "inline constexpr int kTarget = 90;",
         "inline constexpr LoadKind kLoad = LoadKind::k8;",

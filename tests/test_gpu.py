@@ -404,6 +404,175 @@ def test_a_logit_that_leaves_nothing_to_other_keys(name: str, dtype: str) -> Non
     assert all(np.isfinite(x.astype(np.float64)).all() for x in got[:5])
 
 
+# --- few features, few queries -----------------------------------------------------------------------------------
+
+FEW_FEATURES = [(1, 1), (2, 2), (3, 3), (1, 4), (4, 2), (5, 5), (8, 3)]
+
+
+def few(dtype: str, d: int, e: int, m: int, n: int, options: dict[str, Any], biased: bool, seed: int = 0) -> Case:
+    return Case(dtype, (m, d), (n, d), (n, e), (n,) if biased else None, options, {}, "normal", seed)
+
+
+@every_family
+@every_dtype
+@pytest.mark.parametrize(("d", "e"), FEW_FEATURES)
+@pytest.mark.parametrize(
+    ("m", "n", "options", "biased"),
+    [
+        (70, 2100, {}, False),
+        (300, 1300, {"causal": True, "align": "bottom-right"}, False),
+        (130, 2500, {"window": (300, 17), "align": 900}, True),
+        (9, 1025, {"scale": -0.7}, False),
+        (1, 1023, {"scale": 40.0}, True),
+    ],
+    ids=str,
+)
+def test_few_features(
+    name: str, dtype: str, d: int, e: int, m: int, n: int, options: dict[str, Any], biased: bool
+) -> None:
+    """Tiles that are whole and cut, rows of one warp and of several, references that stay and that move."""
+    need_features(e, dtype, name)
+    with family(name):
+        check_forward(BACKEND, few(dtype, d, e, m, n, options, biased), name)
+
+
+@every_family
+@every_dtype
+@pytest.mark.parametrize("m", [1, 5, 33])
+@pytest.mark.parametrize(
+    ("options", "biased"),
+    [({}, True), ({"causal": True, "align": "bottom-right"}, False), ({"window": (9000, 0), "align": 19000}, True)],
+    ids=str,
+)
+def test_few_queries_split_the_keys(name: str, dtype: str, m: int, options: dict[str, Any], biased: bool) -> None:
+    """What the splits leave is merged: the same within the budget, the same bits each time, in the caller's memory."""
+    need_features(3, dtype, name)
+    case = few(dtype, 3, 3, m, 20011, options, biased)
+    call = Call.of(BACKEND, case)
+    q, k, v = call["q"], call["k"], call["v"]
+    with family(name):
+        nbytes = cuflash.workspace_nbytes("attention", q, k, v, **call.options)
+        assert nbytes > 0
+        check_forward(BACKEND, case, name)
+        check_lse(BACKEND, replace(case, v=(20011, 0)), name)
+        first = [BACKEND.get(x) for x in cuflash.attention(q, k, v, return_lse=True, **call.options)]
+        for shift in range(5):  # scratch memory may begin anywhere
+            scratch = BACKEND.empty_bytes(nbytes + 8)[shift : shift + nbytes]
+            again = cuflash.attention(q, k, v, return_lse=True, workspace=scratch, **call.options)
+            assert all(same_bits(x, BACKEND.get(y)) for x, y in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("dtype", WIDE)
+def test_batches_whose_keys_are_split(dtype: str) -> None:
+    """Queries of one axis against keys of another, both broadcast, and a bias of its own axis."""
+    case = Case(dtype, (2, 1, 3, 3), (1, 3, 15000, 3), (3, 15000, 2), (2, 1, 15000), {}, {}, "normal", 4)
+    call = Call.of(BACKEND, case)
+    assert cuflash.workspace_nbytes("attention", *(call[x] for x in "qkv"), **call.options) > 0
+    check_forward(BACKEND, case, "sm80")
+
+
+@pytest.mark.parametrize("dtype", WIDE)
+def test_splits_in_a_graph(dtype: str) -> None:
+    cupy = GPU.xp
+    rng = np.random.default_rng(3)
+    values = [normal(rng, shape, dtype) for shape in ((5, 3), (20000, 3), (20000, 3))]
+    x = [put(BACKEND, a) for a in values]
+    o, scratch = cupy.empty((5, 3), dtype), BACKEND.empty_bytes(cuflash.workspace_nbytes("attention", *x))
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        cuflash.attention(*x, out=o, workspace=scratch)
+        stream.begin_capture()
+        cuflash.attention(*x, out=o, workspace=scratch)
+        graph = stream.end_capture()
+        x[0].set(-values[0])
+        o.fill(np.nan)
+        graph.launch(stream)
+        stream.synchronize()
+    expect(-values[0], *values[1:])["o"].check(BACKEND.get(o))
+
+
+@pytest.mark.parametrize("processors", [1, 7, 132, 500])
+@pytest.mark.parametrize("m", [1, 17, 200])
+@pytest.mark.parametrize("dtype", WIDE)
+def test_any_number_of_parts(dtype: str, m: int, processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices of other sizes: other numbers of parts, some of them without a key that a row sees."""
+    launch = cuflash.calls.launcher()
+    monkeypatch.setattr(launch, "_multiprocessors", lambda device: processors)
+    for function in (launch._narrow, launch._plan_forward):
+        function.cache_clear()
+    try:
+        for options in ({}, {"causal": True, "align": "top-left"}, {"window": (50, 50), "align": "top-left"}):
+            check_forward(BACKEND, few(dtype, 2, 2, m, 12000, options, False), "sm80")
+    finally:
+        for function in (launch._narrow, launch._plan_forward):
+            function.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", WIDE)
+@pytest.mark.parametrize("d", [1, 3])
+@pytest.mark.parametrize(("m", "n"), [(1, 700), (1, 20000), (5, 3000), (17, 12000), (70, 700), (70, 12000)])
+def test_scores_of_few_features_that_no_reference_foresees(dtype: str, d: int, m: int, n: int) -> None:
+    """Against the host: references that move in every step, scores without a fraction, without a factor, infinite."""
+    rng = np.random.default_rng(n + d)
+    largest = float(np.finfo(dtype).max)
+    q, k, v = (normal(rng, shape, dtype) for shape in ((m, d), (n, d), (n, d)))
+    ones, last, one = np.ones_like(q), np.arange(n)[:, None] == n - 3, np.arange(m)[:, None] == m // 2
+    adversaries = {
+        "rising": (ones, np.sort(np.abs(k), 0) * 300),
+        "falling": (ones, -np.sort(np.abs(k), 0) * 300),
+        "huge": (q * 1e4, k * 1e6),
+        "spike": (q, np.where(last, 1e4, k)),
+        "infinite key": (q, np.where(last, np.inf, k)),
+        "NaN key": (q, np.where(last, np.nan, k)),
+        "NaN query": (np.where(one, np.nan, q), k),
+        "largest query": (np.sign(q) * largest, k / largest * 9),
+        "far below": (np.abs(q) + 20, -np.abs(k) - 1000),
+    }
+    biases = {
+        "none": None,
+        "far": rng.standard_normal(n) + 1e6,
+        "padded": np.where(np.arange(n) < n // 2, -np.inf, 0.0),
+    }
+    for what, (a, b) in adversaries.items():
+        a, b = a.astype(dtype), b.astype(dtype)
+        for scale, bias in ((None, "none"), (2.0, "none"), (None, "far"), (None, "padded")):
+            on_host = {"scale": scale}
+            if biases[bias] is not None:
+                on_host["key_bias"] = biases[bias].astype(acc_dtype(dtype))
+            on_gpu = {x: put(BACKEND, y) if x == "key_bias" else y for x, y in on_host.items()}
+            with np.errstate(all="ignore"):
+                o, lse = cuflash.attention(a, b, v, return_lse=True, **on_host)
+                s = (scale or d**-0.5) * (np.abs(a.astype(np.float64)) @ np.abs(b.astype(np.float64)).T)
+            results = cuflash.attention(*(put(BACKEND, x) for x in (a, b, v)), return_lse=True, **on_gpu)
+            got, got_lse = map(BACKEND.get, results)
+            # Of either side: each rounds.
+            most = float(np.max(s[np.isfinite(s)], initial=0)) + (1e6 if bias == "far" else 0)
+            allowed = 2 * reference.budget(dtype, most)
+            assert np.array_equal(np.isnan(got), np.isnan(o)), (what, bias)
+            finite, there = np.isfinite(lse), ~np.isnan(o)
+            assert np.array_equal(got_lse[~finite], lse[~finite], equal_nan=True), (what, bias)
+            with np.errstate(over="ignore"):
+                assert np.abs(got[there] - o[there]).max(initial=0) <= allowed * np.abs(v).max(), (what, bias)
+                relative = np.abs(got_lse[finite] - lse[finite]) / (1 + np.abs(lse[finite]))
+            assert relative.max(initial=0) <= allowed, (what, bias)
+
+
+@pytest.mark.parametrize("dtype", WIDE)
+@pytest.mark.parametrize("score", [0.0, 1e3, 1e5, 1e7, 1e9, 1e12])
+@pytest.mark.parametrize(("m", "n"), [(1, 400), (1, 12000), (3, 20011), (70, 3000)])
+def test_equal_scores_average_however_large_they_are(dtype: str, score: float, m: int, n: int) -> None:
+    """Warps and splits have parts of the keys; what they weigh must not go through a rounded lse."""
+    rng = np.random.default_rng(n)
+    q, k = np.full((m, 1), np.sqrt(score), dtype), np.full((n, 1), np.sqrt(score), dtype)
+    v = rng.uniform(1, 2, (n, 2)).astype(dtype)
+    o = BACKEND.get(cuflash.attention(*(put(BACKEND, x) for x in (q, k, v)), scale=1.0))
+    exact = v.astype(np.float64).mean(0)
+    # Up to here a step may start from the reference, which rounds scores otherwise than the step that set it.
+    rounded_alike = score * np.log2(np.e) >= (2.0**20 if dtype == "float32" else 2.0**49)
+    assert np.abs(o - exact).max() <= reference.budget(dtype, 0.0 if rounded_alike else score) * exact.max()
+
+
 @every_dtype
 @pytest.mark.parametrize("gap", [0, 1, 2, 4, 8])
 def test_every_load_kind(dtype: str, gap: int) -> None:

@@ -107,7 +107,7 @@ def test_every_kernel_that_a_call_asks_for_is_listed(
     assert set(device.launched) <= set(tiles.variants(target, family))
     for variant in device.launched:
         assert variant.dtype == case.dtype
-        if variant.tile != tiles.ROW_KERNEL:
+        if variant.tile != tiles.ROW_KERNEL and variant.operation != tiles.NARROW:  # these multiply and add
             assert variant.precision == case.options.get("precision")
 
 
@@ -157,8 +157,8 @@ def test_features_up_to_the_limit_of_dtype_and_target(device: Pretended, family:
 
 
 def calls_of(dtype: str, **options: Any) -> list[Any]:
-    """Each public function that takes q and k."""
-    x, lse = on_gpu(np.zeros((3, 8), dtype_of(dtype))), on_gpu(np.zeros(3, acc_dtype(dtype)))
+    """Each public function that takes q and k, with features for the tensor cores."""
+    x, lse = on_gpu(np.zeros((3, 16), dtype_of(dtype))), on_gpu(np.zeros(3, acc_dtype(dtype)))
     return [
         lambda: cuflash.attention(x, x, x, **options),
         lambda: cuflash.attention_vjp(x, x, x, **options),
@@ -221,3 +221,64 @@ def test_one_kernel_computes_all_gradients_where_it_pays(
     cuflash.attention_backward(o, q, k, k, o, lse, **options)
     fused = [variant for variant in device.launched if variant.operation == tiles.FUSED]
     assert [("ordered" if variant.deterministic else "unordered") for variant in fused] == [expected] * bool(expected)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "m", "n", "d", "e", "options", "expected"),
+    [
+        ("float32", 16384, 16384, 3, 3, {}, [tiles.NARROW]),
+        ("float32", 1, 4000000, 3, 3, {}, [tiles.NARROW, "attention_merge_splits"]),
+        ("float32", 32, 4000000, 3, 1, {"precision": "tf32"}, [tiles.NARROW, "attention_merge_splits"]),
+        (
+            "float64",
+            32,
+            4000000,
+            4,
+            4,
+            {"causal": True, "align": "bottom-right"},
+            [tiles.NARROW, "attention_merge_splits"],
+        ),
+        ("bfloat16", 1, 100, 1, 1, {}, [tiles.NARROW]),
+        ("float32", 100, 100, 3, 3, {"softcap": 5.0}, ["attention_forward"]),
+        ("float32", 100, 100, 3, 7, {}, [tiles.NARROW]),
+        ("float32", 100, 100, 9, 3, {}, ["attention_forward"]),
+        ("float16", 100, 100, 3, 5, {}, ["attention_forward"]),
+        ("float64", 1, 4000000, 8, 8, {}, ["attention_forward"]),
+    ],
+    ids=str,
+)
+def test_few_features_have_a_kernel_and_few_queries_share_out_the_keys(
+    device: Pretended, dtype: str, m: int, n: int, d: int, e: int, options: dict[str, Any], expected: list[str]
+) -> None:
+    device.become("sm80", "90a")
+    q, k, v = (on_gpu(np.broadcast_to(np.zeros((), dtype_of(dtype)), shape)) for shape in ((m, d), (n, d), (n, e)))
+    device.launched.clear()
+    cuflash.attention(q, k, v, **options)
+    assert [variant.operation for variant in device.launched] == expected
+    nbytes = cuflash.workspace_nbytes("attention", q, k, v, **options)
+    parts, rest = divmod(nbytes, m * (e + 2) * np.dtype(acc_dtype(dtype)).itemsize)
+    assert (nbytes == 0) == (len(expected) == 1) and (not nbytes or (1 < parts and rest < 64))
+    device.launched.clear()
+    cuflash.attention_lse(q, k, **options)
+    alone = "attention_forward" if "softcap" in options or d > (8 if dtype == "float32" else 4) else tiles.NARROW
+    assert device.launched[0].operation == alone and (alone != tiles.NARROW or device.launched[0].tile.head_dim == d)
+
+
+@given(units=st.integers(1, 2000), blocks=st.integers(1, 10000), slots=st.integers(1, 600))
+def test_parts_of_the_keys(units: int, blocks: int, slots: int) -> None:
+    """Each part has a block, all together are few waves, and fewer would fill the device less."""
+    parts = tiles.splits(units, blocks, slots)
+    assert 1 <= parts <= max(1, min(blocks, 1024))
+    assert parts == 1 or units * (parts - 1) < 4 * slots
+    used = [units * count / (slots * -(-units * count // slots)) for count in range(1, parts + 1)]
+    assert all(x < used[-1] for x in used[:-1])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@given(m=st.integers(1, 200))
+def test_warps_that_rows_do_not_need_take_keys(dtype: str, m: int) -> None:
+    tile = tiles.tile(tiles.NARROW, dtype, 3, "strided", False, "90a", "sm80")
+    parts, rows = tiles.key_warps(tile, dtype, m), tile.block_m // tile.warps
+    assert tile.warps % parts == 0 and parts & (parts - 1) == 0
+    if parts > 1:
+        assert tile.warps // parts * (1 if m == 1 else rows) >= m

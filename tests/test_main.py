@@ -529,7 +529,7 @@ def test_compile_selects_what_the_launcher_asks_for_at_a_head_dim(monkeypatch, h
     assert tiled == {(f"attention_{operation}", load, d) for operation in operations for load, d in loads.items()}
     assert {x.tile.head_dim for x in fused} == ({64 if head_dim <= 64 else 128} if head_dim <= 128 else set())
     rows = {x.operation for x in some if x.tile == tiles.ROW_KERNEL}
-    assert rows == {"attention_convert", "attention_delta", "attention_merge"}
+    assert rows == {"attention_convert", "attention_delta", "attention_merge", "attention_merge_splits"}
 
 
 def test_compile_knows_the_precisions_of_float32(monkeypatch):

@@ -23,7 +23,7 @@ __device__ __forceinline__ double add_rn(double a, double b) { return __dadd_rn(
 __device__ __forceinline__ double lg2(double x) { return log2(x); }
 
 // 2^x, for whole warps, over all of the type's range. Where is_far is false for all elements of a warp, `near` is the
-// same in fewer instructions; `flushed` takes x <= 0 and may give 0 for what the type has no normal number for.
+// same in fewer instructions; `flushed` takes x < 1022 and may give 0 where the power is no normal number.
 struct Exp2Float {
   static constexpr bool kHasFar = false;
   __device__ __forceinline__ explicit Exp2Float(int) {}

@@ -3,17 +3,21 @@
 // several warps share the rows:
 //   s^T = K Q^T,  dp^T = V dO^T,  p = exp(s - lse),  ds = p (dp - delta),  dV += p^T dO,  dK += ds^T Q.
 // A CTA sums dk and dv over the batch axes on which they were broadcast, in a fixed order: no atomics.
-// The fused form (kHasDq) shares ds between its warps and adds its part of dQ = ds K to an array of sums, in turns with
-// the CTAs of other keys (order.cuh) or, unless results are to be deterministic, in any order.
+// The fused form (kHasDq) shares ds between its warps and adds its part of dQ = ds K to an array of sums (dq_sums.cuh),
+// in turns with the CTAs of other keys or, unless results are to be deterministic, in any order.
+// Its form with three stages keeps p and ds twice and has one barrier a step, of two halves: a warp stores ds, arrives,
+// multiplies what is its own, and waits for the ds of others only then. Whoever passes it may also read the next
+// stage, and write to the stage, p and ds of the step before: every warp arrived after its last use of them.
 #pragma once
 #include "blocks.cuh"
+#include "dq_sums.cuh"
 #include "epilogue.cuh"
 #include "locate.cuh"
 #include "order.cuh"
 #include "pipeline.cuh"
 #include "product.cuh"
-#include "red.cuh"
 #include "recompute.cuh"
+#include "split_barrier.cuh"
 
 namespace cuflash {
 
@@ -24,7 +28,8 @@ static_assert(kTile.block_m % 16 == 0, "p^T is an A operand of whole k steps");
 static_assert(kRowPadding % kTile.block_m == 0, "tiles of row vectors load whole");
 static_assert(kTile.value_dim == kTile.head_dim, "dv is staged in k's tile");
 
-constexpr bool kOrdered = kHasDq && kDeterministic;  // CTAs take turns
+constexpr bool kOneBarrier = kHasDq && kTile.stages == 3;
+constexpr int kBuffers = kOneBarrier ? 2 : 1;  // of p and ds
 
 struct QueryStage {
   Gemm::TileB<kTile.block_m, kTile.head_dim> q;
@@ -40,25 +45,34 @@ struct Tiles {
 // them in registers may be too narrow for them.
 template <int kQueries>
 struct SharedP {
-  SharedTile<Operand, kTile.block_n, kQueries> p;
+  SharedTile<Operand, kTile.block_n, kQueries> p[kBuffers];
 };
 template <int kQueries>
 struct SharedDs {
-  SharedTile<Operand, kTile.block_n, kQueries> ds;
+  SharedTile<Operand, kTile.block_n, kQueries> ds[kBuffers];
 };
 struct SharedRows {
   RowExchange<kTile.block_n> row;
 };
-struct SharedOrder {
+// Where the arrays of a batch begin.
+struct BatchArrays {
+  const Operand *q, *dout;
+  i64 row_vector;  // where lse and delta begin, which lie alike
+  Accumulator* dq_accum;
+  int* dq_turn;
+};
+struct SharedFused {
   alignas(16) OrderState order;
+  BatchArrays batch;
+  SplitBarrier complete;  // of one phase a block, whose parity is the block's
 };
 template <int kWhich>
 struct Nothing {};
 struct SharedStorage : Tiles,
                        ConditionalType<kShareOperands && kHasDv, SharedP<kTile.block_m>, Nothing<0>>,
                        ConditionalType<(kShareOperands && kHasDk) || kHasDq, SharedDs<kTile.block_m>, Nothing<1>>,
-                       ConditionalType<kShareOperands, SharedRows, Nothing<2>>,
-                       ConditionalType<kHasDq, SharedOrder, Nothing<3>> {};
+                       ConditionalType<kShareOperands && !kHasDq, SharedRows, Nothing<2>>,
+                       ConditionalType<kHasDq, SharedFused, Nothing<3>> {};
 static_assert(sizeof(SharedStorage) == kSmemBytes, "the tile table counts the same bytes");
 
 using Scores = Fragment<kMTiles, kWarpQueries>;  // transposed: rows are keys
@@ -67,44 +81,10 @@ using Scores = Fragment<kMTiles, kWarpQueries>;  // transposed: rows are keys
 using GradientK = Fragment<kHasDk ? kMTiles : 1, kHasDk ? kTile.head_dim / kColumnWarps : 8>;
 using GradientV = Fragment<kHasDv ? kMTiles : 1, kHasDv ? kTile.value_dim / kColumnWarps : 8>;
 
-// The CTA's part of dQ for one query block, of ds that all warps have stored: each takes some rows and columns.
-// dq_accum is kept in register order, so that each instruction of a warp adds to successive bytes.
-template <class Storage>
-__device__ __forceinline__ void add_dq(const Params& params, const Storage& smem, Accumulator* dq_gmem, int row0) {
-  constexpr int kTall = ceil_div(kTile.block_m, 32);  // 32 rows a warp, or 16 where that would leave it few columns
-  constexpr int kRowParts = kTile.head_dim * kTall >= 16 * kTile.warps ? kTall : 2 * kTall;
-  constexpr int kColumnParts = kTile.warps / kRowParts;
-  constexpr int kTiles = kTile.block_m / (16 * kRowParts), kCols = kTile.head_dim / kColumnParts;
-  static_assert(kRowParts * kColumnParts == kTile.warps && kCols % 16 == 0, "the warps divide a block of dq evenly");
-  const int warp_row0 = warp_id() % kRowParts * 16 * kTiles, col0 = warp_id() / kRowParts * kCols;
-  Fragment<kTiles, kCols> dq;
-  dq.clear();
-  Gemm::tn<kTile.block_n>(dq, smem.ds, warp_row0, smem.k, col0);
-  const auto exists = [&](int row) { return row0 + warp_row0 + row < params.seqlen_q; };  // memory ends with the tile
-  const auto tile_at = [&](int row, int col) {
-    return dq_gmem + i64(row0 + warp_row0 + row) * kTile.head_dim + (col0 + col) * 16;
-  };
-  if constexpr (kOrdered && kSame<Operand, float>) {
-    Fragment<kTiles, kCols> sum;
-    sum.clear();
-    sum.for_each_tile([&](Accumulator(&x)[4], int row, int col) {
-      if (exists(row)) load_tile_sums(x, tile_at(row, col));
-    });
-    sum.for_each_with(dq, [](Accumulator& x, Accumulator& more, int, int, int) { x += more; });
-    sum.for_each_tile([&](Accumulator(&x)[4], int row, int col) {
-      if (exists(row)) store_tile_sums(tile_at(row, col), x);
-    });
-  } else {
-    dq.for_each_tile([&](Accumulator(&x)[4], int row, int col) {
-      if (exists(row)) red_add_tile(tile_at(row, col), x);
-    });
-  }
-}
-
 // Sums over the queries of all warps that share the keys.
 template <class Storage>
 __device__ __forceinline__ void add_over_row(Storage& smem, Accumulator (&x)[kSlots]) {
-  if constexpr (kShareOperands)
+  if constexpr (kShareOperands && !kHasDq)  // the fused form has no bias
     exchange(smem.row, x, warp_row() * 16 * kMTiles, [](Accumulator a, Accumulator b) { return a + b; });
 }
 
@@ -158,6 +138,7 @@ __device__ __forceinline__ void claim_work(const Params& params, Storage& smem) 
   if constexpr (kOrdered) {
     if (threadIdx.x == 0) {
       smem.order.claimed = atomicAdd(params.claims, 1);
+      smem.order.block = locate_ordered_keys(params, smem.order.claimed).block;
       smem.order.turn = nullptr;
     }
     __syncthreads();  // the claim is known to all
@@ -167,6 +148,30 @@ template <class Storage>
 __device__ __forceinline__ void pass_turn_on(Storage& smem) {
   if constexpr (kOrdered) {
     if (threadIdx.x == 0) pass_turn(smem.order);
+  }
+}
+
+// Where loads find the arrays. In the fused form, whose registers are all in use, in shared memory, but for doubles:
+// with them that spilled.
+template <class Storage>
+__device__ __forceinline__ BatchArrays batch_arrays(const Storage& smem, const BatchArrays& own) {
+  if constexpr (kHasDq && sizeof(Accumulator) == 4) {
+    return smem.batch;
+  } else {
+    return own;
+  }
+}
+template <class Storage>
+__device__ __forceinline__ void begin_batch(Storage& smem, const BatchArrays& arrays, int first_block, bool again) {
+  if constexpr (kHasDq) {
+    if (threadIdx.x == 0) {
+      smem.batch = arrays;
+      if constexpr (kOneBarrier) smem.complete.start(again);
+    }
+    __syncthreads();  // both are known to all
+    if constexpr (kOneBarrier) {
+      if (first_block % 2 != 0) smem.complete.arrive();  // the phase of a block has its parity
+    }
   }
 }
 
@@ -190,10 +195,10 @@ __device__ __forceinline__ void attention_backward_dkv(const Params& params, Sha
 
   for (int summed = 0; summed < loop_count(params); ++summed) {
     const BatchIndex batch = batch_index(params, work.owned, summed);
-    const Operand* q_gmem = base<Operand>(params.q, params.q_stride, batch);
-    const Operand* dout_gmem = base<Operand>(params.dout, params.dout_stride, batch);
-    const i64 row_vector = offset(params.row_lse_stride, batch);  // lse and delta lie alike
-    Accumulator* dq_gmem = params.dq_accum + offset(params.dq_accum_stride, batch);
+    const BatchArrays own{base<Operand>(params.q, params.q_stride, batch),
+                          base<Operand>(params.dout, params.dout_stride, batch), offset(params.row_lse_stride, batch),
+                          params.dq_accum + offset(params.dq_accum_stride, batch),
+                          params.dq_turn + offset(params.dq_turn_stride, batch)};
     const KeyBias key_bias{
         params.key_bias == nullptr ? nullptr : params.key_bias + offset(params.key_bias_stride, batch),
         params.key_bias_stride.row};
@@ -204,36 +209,51 @@ __device__ __forceinline__ void attention_backward_dkv(const Params& params, Sha
 
     const auto load_queries = [&](int block) {
       QueryStage& stage = smem.stage[block % kTile.stages];
+      const BatchArrays from = batch_arrays(smem, own);
       const int row0 = block * kTile.block_m;
-      load_tile<kLoad, kThreads>(stage.q, q_gmem, params.q_stride, row0, params.seqlen_q, params.head_dim);
+      load_tile<kLoad, kThreads>(stage.q, from.q, params.q_stride, row0, params.seqlen_q, params.head_dim);
       if (has_dout)
-        load_tile<kLoad, kThreads>(stage.dout, dout_gmem, params.dout_stride, row0, params.seqlen_q, params.value_dim);
-      load_row_vector<kThreads, kTile.block_m>(stage.lse, params.row_lse + row_vector + row0);
-      load_row_vector<kThreads, kTile.block_m>(stage.delta, params.delta + row_vector + row0);
+        load_tile<kLoad, kThreads>(stage.dout, from.dout, params.dout_stride, row0, params.seqlen_q, params.value_dim);
+      load_row_vector<kThreads, kTile.block_m>(stage.lse, params.row_lse + from.row_vector + row0);
+      load_row_vector<kThreads, kTile.block_m>(stage.delta, params.delta + from.row_vector + row0);
       copy_commit();
+    };
+    // What this thread has copied is in its place: after the next barrier others may read it.
+    const auto land_queries = [&](int block) {
+      copy_wait<0>();
+      Gemm::prepare<kThreads>(smem.stage[block % kTile.stages].q);
+      if (has_dout) Gemm::prepare<kThreads>(smem.stage[block % kTile.stages].dout);
     };
 
     // Once s is p and dp is ds: the products of the step that sum them over queries, and over keys.
     const auto finish_step = [&](const Scores& p, const Scores& ds, int block, auto& smem) {
       const QueryStage& stage = smem.stage[block % kTile.stages];
-      if constexpr (kShareOperands && kHasDv) store_scores(p, smem.p);
-      if constexpr ((kShareOperands && kHasDk) || kHasDq) store_scores(ds, smem.ds);
-      if constexpr (kOrdered) {
-        if (threadIdx.x == 0)
-          await_turn(params, smem.order, params.dq_turn + offset(params.dq_turn_stride, batch) + block, work.block,
-                     block * kTile.block_m, kTile.block_m, kTile.block_n);
+      const int buffer = block % kBuffers;
+      if constexpr (kShareOperands && kHasDv) store_scores(p, smem.p[buffer]);
+      if constexpr ((kShareOperands && kHasDk) || kHasDq) store_scores(ds, smem.ds[buffer]);
+      if constexpr (kOneBarrier) {
+        land_queries(block + 1);  // of the last block, whose next stage nobody reads, too
+        smem.complete.arrive();
+        if constexpr (kShareOperands) sync_row();  // p and ds of these rows are complete
+      } else if constexpr (kShareOperands || kHasDq) {
+        __syncthreads();  // complete; the barrier before the next step frees them
       }
-      if constexpr (kShareOperands || kHasDq) __syncthreads();  // complete; the barrier before the next step frees them
       if constexpr (kHasDv && kShareOperands) {
-        if (need_dv) accumulate(dv, smem.p, stage.dout);
+        if (need_dv) accumulate(dv, smem.p[buffer], stage.dout);
       } else if constexpr (kHasDv) {
         if (need_dv) accumulate(dv, p, stage.dout);
       }
-      if constexpr (kHasDq) add_dq(params, smem, dq_gmem, block * kTile.block_m);
+      if constexpr (kHasDq && !kOneBarrier) add_dq(params, smem, smem.ds[buffer], block);
       if constexpr (kHasDk && kShareOperands) {
-        if (need_ds) accumulate(dk, smem.ds, stage.q);
+        if (need_ds) accumulate(dk, smem.ds[buffer], stage.q);
       } else if constexpr (kHasDk) {
         if (need_ds) accumulate(dk, ds, stage.q);
+      }
+      if constexpr (kOneBarrier) {
+        smem.complete.wait(block % 2);  // ds of all rows is complete; so is the next stage, and the one before is free
+        pass_turn_on(smem);
+        if (block + 2 < blocks.end) load_queries(block + 2);
+        add_dq(params, smem, smem.ds[buffer], block);
       }
     };
 
@@ -252,8 +272,12 @@ __device__ __forceinline__ void attention_backward_dkv(const Params& params, Sha
           const int col = warp_query0 + warp_col;
           const ValueAndSlope v = apply_terms(params, s_or_p, bias[slot]);
           const int key = warp_row0 + row;
-          const bool seen =
-              !kMasked || (key < keys && row0 + col < params.seqlen_q && band.keeps(row0 + col, key0 + key));
+          bool seen = true;
+          if constexpr (kMasked && kHasDq) {  // no branches: they cost registers here, and save some in other kernels
+            seen = (key < keys) & (row0 + col < params.seqlen_q) & band.keeps(row0 + col, key0 + key);
+          } else if constexpr (kMasked) {
+            seen = key < keys && row0 + col < params.seqlen_q && band.keeps(row0 + col, key0 + key);
+          }
           const Accumulator p = probability<kLarge>(params, exp2, v.value, stage.lse[col]);  // by whole warps
           s_or_p = seen ? p : 0;
           const Accumulator ds = s_or_p * (dp_or_ds - stage.delta[col]);
@@ -276,16 +300,23 @@ __device__ __forceinline__ void attention_backward_dkv(const Params& params, Sha
     if (blocks.end <= blocks.begin) continue;
     __syncthreads();  // nobody reads the tiles of the batch before any more
     pass_turn_on(smem);
+    begin_batch(smem, own, blocks.begin, summed > 0);
     load_tile<kLoad, kThreads>(smem.k, base<Operand>(params.k, params.k_stride, batch), params.k_stride, key0,
                                params.seqlen_k, params.head_dim);
     if (kHasDk && has_dout)
       load_tile<kLoad, kThreads>(smem.v, base<Operand>(params.v, params.v_stride, batch), params.v_stride, key0,
                                  params.seqlen_k, params.value_dim);
+    if constexpr (kOneBarrier) {
+#pragma unroll 1  // one piece of code: fewer registers
+      for (int block = blocks.begin; block < min_of(blocks.begin + 2, blocks.end); ++block) load_queries(block);
+      land_queries(blocks.begin);
+      __syncthreads();  // the first stage has landed for all
+      for (int block = blocks.begin; block < blocks.end; ++block) step(block);
+      continue;
+    }
     load_queries(blocks.begin);
     for (int block = blocks.begin; block < blocks.end; ++block) {
-      copy_wait<0>();
-      Gemm::prepare<kThreads>(smem.stage[block % kTile.stages].q);
-      if (has_dout) Gemm::prepare<kThreads>(smem.stage[block % kTile.stages].dout);
+      land_queries(block);
       __syncthreads();  // this block's stage has landed for all; nobody reads the other stage any more
       pass_turn_on(smem);
       if (kTile.stages > 1 && block + 1 < blocks.end) load_queries(block + 1);

@@ -17,7 +17,7 @@ static_assert(kTile.value_dim <= kTile.head_dim, "o is staged in q's tile");
 static_assert(kTile.block_n % 16 == 0, "p is an A operand of whole k steps");
 
 struct PrivateStorage {
-  SharedTile<Operand, kTile.block_m, kTile.head_dim> q;
+  Gemm::TileA<kTile.block_m, kTile.head_dim> q;
   Gemm::TileB<kTile.block_n, kTile.head_dim> k;
   ConditionalType<kTile.low_bits == 2, Gemm::TileB<kTile.block_n, kTile.value_dim>,
                   SharedTile<Operand, kTile.block_n, kTile.value_dim>>
@@ -34,17 +34,33 @@ static_assert(sizeof(SharedStorage) == kSmemBytes, "the tile table counts the sa
 using Scores = Fragment<kMTiles, kWarpKeys>;
 using OutputRows = Fragment<kMTiles, kWarpFeatures>;
 
+// The masks, by the first and the last column that a row sees: a comparison with a known number and a choice for each
+// element, and once more only where a window begins in the tile.
+__device__ __forceinline__ void mask_by_limits(Scores& s, const Params& params, int row0, int key0) {
+  const int lane_key0 = key0 + 2 * (lane_id() % 4);
+  int limit[kSlots];
+  Scores::for_each_row(
+      [&](int r, int row) { limit[r] = min_of(row0 + row + params.band_hi, params.seqlen_k - 1) - lane_key0; });
+  s.for_each_lane_column([&](Accumulator& x, int slot, int col) { x = col <= limit[slot] ? x : neg_inf(); });
+  if (row0 + 16 * kMTiles - 1 + params.band_lo <= key0) return;
+  Scores::for_each_row([&](int r, int row) { limit[r] = row0 + row + params.band_lo - lane_key0; });
+  s.for_each_lane_column([&](Accumulator& x, int slot, int col) { x = col >= limit[slot] ? x : neg_inf(); });
+}
+
 // Score terms and, unless the whole block is seen, masks; row0 and key0 are the first of the warp's tile.
 template <bool kMasked>
 __device__ __forceinline__ void apply_score_terms(Scores& s, const Params& params, const KeyBias& key_bias, int row0,
                                                   int key0) {
+  // Where registers are left for the limits.
+  constexpr bool kByLimits = kMasked && sizeof(Operand) == 2 && kTile.value_dim <= 64;
   const Band band{params.band_lo, params.band_hi};
   s.for_each([&](Accumulator& x, int, int row, int col) {
     const int key = key0 + col;
     const bool exists = !kMasked || key < params.seqlen_k;
     x = apply_terms(params, x, kKeyBias && exists ? key_bias.value(key) : 0).value;
-    if constexpr (kMasked) x = exists && band.keeps(row0 + row, key) ? x : neg_inf();
+    if constexpr (kMasked && !kByLimits) x = exists && band.keeps(row0 + row, key) ? x : neg_inf();
   });
+  if constexpr (kByLimits) mask_by_limits(s, params, row0, key0);
 }
 
 // Row maxima and sums over the columns of all warps that share the rows.
@@ -145,6 +161,10 @@ __device__ __forceinline__ void attention_forward(const Params& params, SharedSt
     load_tile<kLoad, kThreads>(smem.q, q_gmem, params.q_stride, tile_row0, params.seqlen_q, params.head_dim);
     load_k(blocks.end - 1);
   }
+  if constexpr (kTf32) {
+    copy_wait<0>();
+    Gemm::prepare<kThreads>(smem.q);  // before the barrier of the first step
+  }
   for (int block = blocks.end - 1; block >= blocks.begin; --block) step(block);
 
   if constexpr (kShareOperands) __syncthreads();  // nobody reads row maxima any more, where the sums will be
@@ -153,7 +173,7 @@ __device__ __forceinline__ void attention_forward(const Params& params, SharedSt
 
 }  // namespace cuflash
 
-extern "C" __global__ void __launch_bounds__(cuflash::kThreads, 1)
+extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::kTile.resident)
     KERNEL(const __grid_constant__ cuflash::Params params) {
   extern __shared__ __align__(128) char smem[];
   cuflash::attention_forward(params, *reinterpret_cast<cuflash::SharedStorage*>(smem));

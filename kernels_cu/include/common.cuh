@@ -43,6 +43,7 @@ struct Tile {
   int stages, warps;
   int column_warps;  // warps that share a row of scores between them
   int low_bits;      // float32 tiles kept with their low bits: 1 those read row by row, 2 the forward's V, too
+  int resident;      // CTAs that an SM is to hold: registers are shared out for so many
 };
 
 // How operands come from global memory: vectors of so many bytes, or single elements at any stride.
@@ -53,6 +54,7 @@ constexpr u32 kFullWarp = 0xffffffffu;
 
 __device__ __forceinline__ float neg_inf() { return __int_as_float(0xff800000); }
 __device__ __forceinline__ float pos_inf() { return __int_as_float(0x7f800000); }
+__device__ __forceinline__ float quiet_nan() { return __int_as_float(0x7fffffff); }
 
 template <class T>
 __host__ __device__ constexpr T min_of(T a, T b) {

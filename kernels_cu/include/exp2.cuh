@@ -82,11 +82,11 @@ __device__ __forceinline__ double ex2(double x, const Exp2Table& table) {
   return y;
 }
 
-// 2^x for x <= 0, with 0 for 2^-1022 and below: what a weight of a sum of 1 may lose. A NaN stays one.
+// 2^x for x < 1022, with 0 for 2^-1022 and below: what a weight of a sum of 1 may lose. A NaN stays one.
 __device__ __forceinline__ double ex2_flushed(double x, const Exp2Table& table) {
   const double y = ex2_near(x, table);
-  const bool far = is_far(x), nan = (__double2hiint(x) & 0x7fffffff) > 0x7ff00000;
-  return far && !nan ? 0. : y;
+  const u32 high = __double2hiint(x);
+  return high - 0xc08ff000u <= 0xfff00000u - 0xc08ff000u ? 0. : y;  // from -1022 to -infinity: one comparison
 }
 
 }  // namespace cuflash

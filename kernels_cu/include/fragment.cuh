@@ -48,6 +48,17 @@ struct Fragment {
             2 * (lane_id() % 4) + 8 * n + i % 2);
   }
 
+  // f(element, row slot, column from this lane's first): a column that is known when compiling.
+  template <class F>
+  __device__ __forceinline__ void for_each_lane_column(F f) {
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+      for (int n = 0; n < kNTiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) f(x[m][n][i], 2 * m + i / 2, 8 * n + i % 2);
+  }
+
   // f(element) for what this lane holds of one row.
   template <class F>
   __device__ __forceinline__ void for_each_in_row(int slot, F f) {

@@ -33,7 +33,7 @@ struct Gemm16Bit : PlainTiles {
     static_assert(kCols % 16 == 0, "ldmatrix brings 16 rows of B");
     const u32 a_at = a_smem.address(row0 + lane_id() % 16, lane_id() / 16 * 8);
     const u32 b_at = b_smem.address(col0 + lane_id() % 8 + lane_id() / 16 * 8, lane_id() / 8 % 2 * 8);
-#pragma unroll 8  // the fused backward spills where all 16 steps of 256 features are one piece
+#pragma unroll kUnroll
     for (int k = 0; k < kDepth / 16; ++k) {
       u32 a[kMTiles][4];
       load_a<SharedA>(a, a_at, k);
@@ -89,6 +89,10 @@ struct Gemm16Bit : PlainTiles {
   }
 
  private:
+  // Steps of nt in one piece: the fused backward spills where all 16 of 256 features are, three CTAs an SM where all 4
+  // of 64 are.
+  static constexpr int kUnroll = kTile.resident > 1 ? 2 : 8;
+
   // A of k step `k` where it comes row by row.
   template <class SharedA, int kMTiles>
   static __device__ __forceinline__ void load_a(u32 (&a)[kMTiles][4], u32 a_at, int k) {

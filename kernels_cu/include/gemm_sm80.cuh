@@ -1,6 +1,6 @@
 // The family's products: m16n8k16 for 16-bit operands, TF32 for floats, DMMA for doubles.
 #pragma once
-#include "ptx/convert.cuh"
+#include "pack_sm80.cuh"
 #include "ptx/mma.cuh"
 
 namespace cuflash {
@@ -8,11 +8,6 @@ namespace cuflash {
 template <class T>
 __device__ __forceinline__ void mma_step(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
   mma_m16n8k16(d, a, b, T{});
-}
-
-template <class T>
-__device__ __forceinline__ u32 pack(float low, float high) {
-  return cvt_x2(low, high, T{});
 }
 
 // 16 x 8 x 16: one instruction where the target's tensor cores have it, else its eight parts.

@@ -4,12 +4,14 @@
 // Three products of split operands give float32's accuracy: x = hi + lo, a b = hi hi + hi lo + lo hi, and what is left
 // out is at most 1.5 * 2^-20 of the product, a quarter of that in the mean. hi is x itself; lo, what the tensor core
 // ignores of it, is made on the way to the product, or once for all warps where B comes row by row (nt). With one
-// product (precision='tf32') operands are rounded to 11 bits. Tensor cores truncate as they accumulate, so sums stay in
-// them for a few steps only: every product here goes to fresh accumulators, which ordinary additions join to earlier
-// sums.
+// product (precision='tf32') operands are rounded to 11 bits, on the way too, or once in a RoundedTile. Tensor cores
+// truncate as they accumulate, so sums stay in them for a few steps only: products go to fresh accumulators, which
+// ordinary additions join to earlier sums. Sums over features with one product alone stay: they end with the block, and
+// lose less than the rounding of operands did.
 #pragma once
 #include "fragment.cuh"
 #include "pipeline.cuh"
+#include "ptx/convert.cuh"
 #include "ptx/mma.cuh"
 #include "shared.cuh"
 
@@ -39,9 +41,23 @@ __device__ __forceinline__ void load_tile(SplitTile<kRows, kCols>& smem, const f
   load_tile<kKind, kThreads>(smem.x, gmem, stride, row0, length, cols);
 }
 
+// A tile whose elements are rounded, in place, once they have landed.
+template <int kRows, int kCols>
+struct RoundedTile : SharedTile<float, kRows, kCols> {};
+
 struct GemmTf32 : AccumulatorOperand {
+  // A tile that is A of products again and again.
+  template <int kRows, int kCols>
+  using TileA = ConditionalType<kTf32, RoundedTile<kRows, kCols>, SharedTile<float, kRows, kCols>>;
   template <int kRows, int kCols>
   using TileB = ConditionalType<kTile.low_bits && !kTf32, SplitTile<kRows, kCols>, SharedTile<float, kRows, kCols>>;
+
+  // Rounded here, once for all column tiles.
+  template <int kMTiles, int kDepth>
+  static __device__ __forceinline__ void to_operand(OperandA<kMTiles, kDepth>& a, const Fragment<kMTiles, kDepth>& f) {
+    a = f;
+    if constexpr (kTf32) a.for_each([](float& x, int, int, int) { x = __uint_as_float(to_tf32(__float_as_uint(x))); });
+  }
 
   // Once this thread's copies have landed: the low bits of the elements that it copied, before others read the tile.
   template <int kThreads, int kRows, int kCols>
@@ -54,6 +70,17 @@ struct GemmTf32 : AccumulatorOperand {
 #pragma unroll
       for (int i = 0; i < 4; ++i) x[i] = low_bits(x[i]);
       st_shared(at + int(sizeof(Half)), x);
+    });
+  }
+  template <int kThreads, int kRows, int kCols>
+  static __device__ __forceinline__ void prepare(RoundedTile<kRows, kCols>& tile) {
+    for_own_chunks<kThreads, SharedTile<float, kRows, kCols>>([&](int offset) {
+      const u32 at = shared_address(tile.data) + offset;
+      u32 x[4];
+      ld_shared(x, at);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[i] = to_tf32(x[i]);
+      st_shared(at, x);
     });
   }
   template <int kThreads, int kRows, int kCols>
@@ -71,15 +98,16 @@ struct GemmTf32 : AccumulatorOperand {
     small.clear();
 #pragma unroll
     for (int k0 = 0; k0 < kDepth / 8; k0 += kChain) {
-      Fragment<kMTiles, kCols> large;
-      large.clear();
+      Fragment<kMTiles, kCols> fresh;
+      fresh.clear();
+      Fragment<kMTiles, kCols>& large = kTf32 ? acc : fresh;
 #pragma unroll kUnroll
       for (int k = k0; k < min_of(k0 + kChain, kDepth / 8); ++k) {
         Split<4> a[kMTiles];
 #pragma unroll
         for (int m = 0; m < kMTiles; ++m) {
           ldmatrix_x4(a[m].hi, SharedA::advance(a_at, 16 * m, 8 * k));
-          a[m].split();
+          if constexpr (!kIsRounded<SharedA>) a[m].split();
         }
 #pragma unroll
         for (int n = 0; n < kCols / 16; ++n) {
@@ -99,9 +127,9 @@ struct GemmTf32 : AccumulatorOperand {
                    b.lo[2 * j + 1]);
         }
       }
-      acc.for_each_with(large, [](float& sum, float& more, int, int, int) { sum += more; });
+      if constexpr (!kTf32) acc.for_each_with(fresh, [](float& sum, float& more, int, int, int) { sum += more; });
     }
-    acc.for_each_with(small, [](float& sum, float& more, int, int, int) { sum += more; });
+    if constexpr (!kTf32) acc.for_each_with(small, [](float& sum, float& more, int, int, int) { sum += more; });
   }
 
   // acc += A B: A in registers (rows, k), B columns col0.. of a tile (k, cols).
@@ -109,9 +137,10 @@ struct GemmTf32 : AccumulatorOperand {
   static __device__ __forceinline__ void nn(Fragment<kMTiles, kCols>& acc, const OperandA<kMTiles, kDepth>& a_rmem,
                                             const SharedB& b_smem, int col0) {
     // Slots t and t + 4 of a k step (t = lane % 4) are columns 2t and 2t + 1 of an accumulator.
-    product<kDepth>(acc, b_smem, col0, [&](u32(&x)[4], int m, int k) {
+    product<kDepth>(acc, b_smem, col0, [&](Split<4>& a, int m, int k) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) x[i] = __float_as_uint(a_rmem.x[m][k][2 * (i % 2) + i / 2]);
+      for (int i = 0; i < 4; ++i) a.hi[i] = __float_as_uint(a_rmem.x[m][k][2 * (i % 2) + i / 2]);
+      if constexpr (!kTf32) a.split();  // to_operand has rounded
     });
   }
   // The same, A rows row0.. of a tile (rows, k).
@@ -119,14 +148,15 @@ struct GemmTf32 : AccumulatorOperand {
   static __device__ __forceinline__ void nn(Fragment<kMTiles, kCols>& acc, const SharedA& a_smem, int row0,
                                             const SharedB& b_smem, int col0) {
     const u32 a_at = a_smem.address(row0 + lane_id() / 4, 2 * (lane_id() % 4));
-    product<kDepth>(acc, b_smem, col0, [&](u32(&x)[4], int m, int k) {
+    product<kDepth>(acc, b_smem, col0, [&](Split<4>& a, int m, int k) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         u32 pair[2];
         ld_shared(pair, SharedA::advance(a_at, 16 * m + 8 * h, 8 * k));
-        x[h] = pair[0];
-        x[2 + h] = pair[1];
+        a.hi[h] = pair[0];
+        a.hi[2 + h] = pair[1];
       }
+      a.split();
     });
   }
   // acc += A^T B: A columns row0.. of a tile (k, rows).
@@ -135,18 +165,23 @@ struct GemmTf32 : AccumulatorOperand {
                                             const SharedB& b_smem, int col0) {
     const u32 a_at[2] = {a_smem.address(2 * (lane_id() % 4), row0 + lane_id() / 4),
                          a_smem.address(2 * (lane_id() % 4) + 1, row0 + lane_id() / 4)};
-    product<kDepth>(acc, b_smem, col0, [&](u32(&x)[4], int m, int k) {
+    product<kDepth>(acc, b_smem, col0, [&](Split<4>& a, int m, int k) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) ld_shared(x[i], SharedA::advance(a_at[i / 2], 8 * k, 16 * m + 8 * (i % 2)));
+      for (int i = 0; i < 4; ++i) ld_shared(a.hi[i], SharedA::advance(a_at[i / 2], 8 * k, 16 * m + 8 * (i % 2)));
+      a.split();
     });
   }
 
  private:
   // More than a few k steps in one piece, and the compiler runs out of registers for what it loads ahead.
-  static constexpr int kUnroll = 4;
-  // Steps of a chain of large products in nt, and of a chain of all products in product().
+  static constexpr int kUnroll = kTf32 ? 8 : 4;
+  // Steps of a chain of large products in nt, where there are three, and of a chain of all products in product().
   static constexpr int kChain = 8, kShortChain = 4;
 
+  template <class SharedT>
+  static constexpr bool kIsRounded = false;
+  template <int kRows, int kCols>
+  static constexpr bool kIsRounded<RoundedTile<kRows, kCols>> = true;
   template <class SharedT>
   static constexpr bool kHasLow = false;
   template <int kRows, int kCols>
@@ -161,8 +196,7 @@ struct GemmTf32 : AccumulatorOperand {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
         if constexpr (kTf32) {
-          const u32 rounded = hi[i] + 0x1000u;                 // the tensor core ignores the rest
-          hi[i] = int(hi[i] ^ rounded) < 0 ? hi[i] : rounded;  // the largest NaN would become zero
+          hi[i] = to_tf32(hi[i]);
         } else {
           lo[i] = low_bits(hi[i]);
         }
@@ -179,12 +213,12 @@ struct GemmTf32 : AccumulatorOperand {
     mma_m16n8k8(large, a.hi, {b0, b1});
   }
 
-  // acc += A B, some of the column tiles and of the k steps at a time; load_a gives the registers of A of an m tile and
-  // k step. One chain for all three products: it is short, and registers are few.
+  // acc += A B, some of the column tiles and of the k steps at a time; load_a gives A of an m tile and k step, ready
+  // for step(). One chain for all three products: it is short, and registers are few.
   template <int kDepth, int kMTiles, int kCols, class LoadA, class SharedB>
   static __device__ __forceinline__ void product(Fragment<kMTiles, kCols>& acc, const SharedB& b_smem, int col0,
                                                  LoadA load_a) {
-    constexpr int kTiles = kCols / 8, kMost = (kTf32 ? 4 : 16) / kMTiles;
+    constexpr int kTiles = kCols / 8, kMost = (kTf32 ? 8 : 16) / kMTiles;
     constexpr int kGroup = kTiles % kMost == 0 ? kMost : kTiles % 2 == 0 ? 2 : 1;
     const u32 b_at[2] = {b_smem.address(2 * (lane_id() % 4), col0 + lane_id() / 4),
                          b_smem.address(2 * (lane_id() % 4) + 1, col0 + lane_id() / 4)};
@@ -198,10 +232,7 @@ struct GemmTf32 : AccumulatorOperand {
         for (int k = k0; k < min_of(k0 + kShortChain, kDepth / 8); ++k) {
           Split<4> a[kMTiles];
 #pragma unroll
-          for (int m = 0; m < kMTiles; ++m) {
-            load_a(a[m].hi, m, k);
-            a[m].split();
-          }
+          for (int m = 0; m < kMTiles; ++m) load_a(a[m], m, k);
 #pragma unroll
           for (int n = 0; n < kGroup; ++n) {
             Split<2> b;

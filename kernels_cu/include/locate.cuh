@@ -21,6 +21,14 @@ __device__ __forceinline__ Work locate_rows(int m_blocks) {
   const int index = work_index();
   return {m_blocks - 1 - index % m_blocks, index / m_blocks};
 }
+// The same where the grid also shares out the keys of a tile of rows in `splits` parts.
+struct SplitWork {
+  int block, split, owned;
+};
+__device__ __forceinline__ SplitWork locate_split_rows(int m_blocks, int splits) {
+  const int index = work_index(), rest = index / m_blocks;
+  return {m_blocks - 1 - index % m_blocks, rest % splits, rest / splits};
+}
 __device__ __forceinline__ Work locate_keys(int n_blocks) {
   const int index = work_index();
   return {index % n_blocks, index / n_blocks};
@@ -40,12 +48,21 @@ __device__ __forceinline__ BatchIndex batch_index(const Params& params, int owne
                    l = unravel(summed, params.loop_extent1, params.loop_extent2);
   return {{g.i[0] + l.i[0], g.i[1] + l.i[1], g.i[2] + l.i[2]}};
 }
+__device__ __forceinline__ int owned_count(const Params& params) {
+  return params.grid_extent0 * params.grid_extent1 * params.grid_extent2;
+}
 __device__ __forceinline__ int loop_count(const Params& params) {
   return params.loop_extent0 * params.loop_extent1 * params.loop_extent2;
 }
 
 __device__ __forceinline__ i64 offset(const Strides& s, BatchIndex b) {
   return b.i[0] * s.batch[0] + b.i[1] * s.batch[1] + b.i[2] * s.batch[2];
+}
+
+// Where a split leaves what it has summed of row `row` of all the batch: reference, sum of p, sums of p v.
+__device__ __forceinline__ Accumulator* split_row(const Params& params, int split, i64 row) {
+  const i64 rows = i64(owned_count(params)) * params.seqlen_q;
+  return params.split_rows + (split * rows + row) * (2 + params.value_dim);
 }
 
 // Base of a batch in an array.

@@ -4,10 +4,13 @@
 // starts CTAs, and nothing else that runs on the device, can make them wait for each other.
 #pragma once
 #include "blocks.cuh"
+#include "fragment.cuh"
 #include "locate.cuh"
 #include "params.cuh"
 
 namespace cuflash {
+
+constexpr bool kOrdered = kHasDq && kDeterministic;  // CTAs take turns
 
 __device__ __forceinline__ int load_acquire(const int* gmem) {
   int x;
@@ -18,11 +21,12 @@ __device__ __forceinline__ void store_release(int* gmem, int x) {
   asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(gmem), "r"(x) : "memory");
 }
 
-// In shared memory; thread 0's, but for `claimed`.
+// In shared memory. Thread 0's, but for what it claimed.
 struct OrderState {
   int claimed;  // work index
+  int block;    // of keys
+  int* turn;    // of the query block whose turn this CTA has and has not passed on, or null
   int next_turn;
-  int* turn;  // of the query block whose turn this CTA has and has not passed on, or null
 };
 
 // Heads before key blocks: of one head, as few key blocks as possible are in progress at a time, behind each other.
@@ -31,19 +35,25 @@ __device__ __forceinline__ Work locate_ordered_keys(const Params& params, int in
   return {index / heads, index % heads};
 }
 
-// Thread 0, before a barrier of the CTA: returns when the CTAs with earlier keys have added to rows row0 and following.
-__device__ __forceinline__ void await_turn(const Params& params, OrderState& state, int* turn, int key_block, int row0,
-                                           int block_m, int block_n) {
-  const int first = key_blocks(params, row0, min_of(params.seqlen_q, row0 + block_m), block_n).begin;
-  while (load_acquire(turn) != key_block - first) {
+// By whole warps, right before their additions: returns when the CTAs with earlier keys have added to rows row0 and
+// following. What lane 0 acquires, the warp barrier hands to the others.
+__device__ __forceinline__ void await_turn(const Params& params, OrderState& state, int* turn, int row0, int block_m,
+                                           int block_n) {
+  const int own = state.block - key_blocks(params, row0, min_of(params.seqlen_q, row0 + block_m), block_n).begin;
+  if (lane_id() == 0) {
+    while (load_acquire(turn) != own) {
+    }
   }
-  state.turn = turn;
-  state.next_turn = key_block - first + 1;
+  __syncwarp();
+  if (threadIdx.x == 0) {
+    state.turn = turn;
+    state.next_turn = own + 1;
+  }
 }
-// Thread 0, after a barrier of the CTA that follows its additions.
+// Thread 0, after a barrier of the CTA that follows its additions. No fence: a release covers what the barrier has
+// ordered before it, the other threads' additions too.
 __device__ __forceinline__ void pass_turn(OrderState& state) {
   if (state.turn == nullptr) return;
-  __threadfence();  // what the CTA has added, which the barrier has ordered before this, comes before the turn
   store_release(state.turn, state.next_turn);
   state.turn = nullptr;
 }

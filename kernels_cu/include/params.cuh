@@ -31,8 +31,9 @@ struct Params {
   Accumulator* dq_accum;
   int* dq_turn;
   int* claims;
+  Accumulator* split_rows;  // workspace of a forward whose keys are split: (splits, batch, seqlen_q, 2 + value_dim)
   Strides q_stride, k_stride, v_stride, key_bias_stride, o_stride, lse_stride, dout_stride, dlse_stride, row_lse_stride,
-      delta_stride, dq_stride, dk_stride, dv_stride, dkey_bias_stride, dq_accum_stride, dq_turn_stride, claims_stride;
+      delta_stride, dq_stride, dk_stride, dv_stride, dkey_bias_stride, dq_accum_stride, dq_turn_stride;
   Accumulator scale;
   Accumulator exponent_scale;  // c: the factor from a score to the exponent of 2
   Accumulator lse_scale;       // the factor from a score to natural units
@@ -45,6 +46,7 @@ struct Params {
   int band_lo, band_hi;     // row i sees key j iff i + band_lo <= j <= i + band_hi
   int need;                 // bits of Need
   int store_vector;         // outputs of this launch take 16-byte stores
+  int splits, key_warps;    // into how many parts the grid takes the keys, and the warps of a CTA each of those
 };
 
 struct MergePart {

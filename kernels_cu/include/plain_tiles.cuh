@@ -6,6 +6,8 @@ namespace cuflash {
 
 struct PlainTiles {
   template <int kRows, int kCols>
+  using TileA = SharedTile<Operand, kRows, kCols>;
+  template <int kRows, int kCols>
   using TileB = SharedTile<Operand, kRows, kCols>;
 
   // Nothing to do between the landing of a tile and its use.

@@ -14,10 +14,53 @@ namespace cuflash {
 // Negated so that NaN counts as large.
 __device__ __forceinline__ bool is_large(Accumulator exponent) { return !(fabs(exponent) < kLargeExponent); }
 
+// Of one row: the maximum m when the reference last moved, and the reference as p uses it.
+struct Reference {
+  static constexpr Accumulator kLag = 8;
+  Accumulator max, m, mc;  // m: 0 where max is -inf, a row that has seen no key
+  Accumulator c;           // from a score to an exponent of 2
+
+  __device__ __forceinline__ Reference(Accumulator max, Accumulator c)
+      : max(max), m(max == neg_inf() ? 0 : max), mc(mul_rn(m, c)), c(c) {}
+
+  // Negated: a reference of -inf moves, whatever the maximum.
+  static __device__ __forceinline__ bool moves(Accumulator old_max, Accumulator max, Accumulator c) {
+    return !((max - old_max) * c <= kLag);
+  }
+
+  __device__ __forceinline__ bool is_large() const { return cuflash::is_large(mc); }
+
+  // What the move from an older reference costs in the exponent, each as it was used: rounded below 2^24, exact above.
+  __device__ __forceinline__ Accumulator exponent_from(const Reference& old) const {
+    return is_large()       ? (old.is_large() ? (old.m - m) * c : fma(-m, c, old.mc))
+           : old.is_large() ? fma(old.m, c, -mc)
+                            : old.mc - mc;
+  }
+
+  // The factor of sums that move from an older reference to this one. Those of a row without keys so far are 0: any
+  // finite factor serves, and 2^exponent may not be finite.
+  template <class Exp>
+  __device__ __forceinline__ Accumulator rescale_from(const Reference& old, const Exp& exp2) const {
+    const Accumulator factor = exp2(exponent_from(old));  // by whole warps
+    return max == old.max ? 1 : old.max == neg_inf() ? 0 : factor;
+  }
+
+  // The factor that makes o of the row an average, and the row's lse in natural units; `sum` is over the whole row.
+  __device__ __forceinline__ void finish(Accumulator sum, Accumulator lse_scale, Accumulator& o_scale,
+                                         Accumulator& lse) const {
+    const bool empty = max == neg_inf() && sum == 0;  // NaN scores leave a NaN sum, not an empty row
+    o_scale = empty ? 0 : 1 / sum;
+    if (empty || max == pos_inf()) {
+      lse = max;
+    } else {
+      lse = is_large() ? add_rn(mul_rn(m, lse_scale), lg2(sum) * kLn2) : (mc + lg2(sum)) * kLn2;
+    }
+  }
+};
+
 template <int kMTiles>
 struct OnlineSoftmax {
   static constexpr int kRows = 2 * kMTiles;
-  static constexpr Accumulator kLag = 8;
   Accumulator row_max[kRows];  // m; the warps that share the row agree
   Accumulator row_sum[kRows];  // over this lane's columns
   Accumulator c;               // from a score to an exponent of 2
@@ -27,8 +70,6 @@ struct OnlineSoftmax {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) row_max[r] = neg_inf(), row_sum[r] = 0;
   }
-
-  static __device__ __forceinline__ Accumulator reference(Accumulator max) { return max == neg_inf() ? 0 : max; }
 
   // Turns scores into p, and rescales o and the sums of rows whose reference moves. share(maxima) is where warps that
   // hold other columns of the same rows agree.
@@ -47,7 +88,7 @@ struct OnlineSoftmax {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       mc[r] = mul_rn(row_max[r], c);
-      rare |= is_large(mc[r]) || moves(row_max[r], max[r]);
+      rare |= is_large(mc[r]) || Reference::moves(row_max[r], max[r], c);
     }
     if (__any_sync(kFullWarp, rare)) move_references(s, o, max, mc);
     bool far = false;
@@ -64,25 +105,12 @@ struct OnlineSoftmax {
     }
   }
 
-  // The factor that makes o of row slot r an average, and the row's lse in natural units; `sum` is over the whole row.
   __device__ __forceinline__ void finish(int r, Accumulator sum, Accumulator lse_scale, Accumulator& o_scale,
                                          Accumulator& lse) const {
-    const Accumulator m = reference(row_max[r]), mc = mul_rn(m, c);
-    const bool empty = row_max[r] == neg_inf() && sum == 0;  // NaN scores leave a NaN sum, not an empty row
-    o_scale = empty ? 0 : 1 / sum;
-    if (empty || row_max[r] == pos_inf()) {
-      lse = row_max[r];
-    } else {
-      lse = is_large(mc) ? add_rn(mul_rn(m, lse_scale), lg2(sum) * kLn2) : (mc + lg2(sum)) * kLn2;
-    }
+    Reference(row_max[r], c).finish(sum, lse_scale, o_scale, lse);
   }
 
  private:
-  // Negated: a reference of -inf moves, whatever the maximum.
-  __device__ __forceinline__ bool moves(Accumulator old_max, Accumulator max) const {
-    return !((max - old_max) * c <= kLag);
-  }
-
   template <int kCols, class Exp>
   __device__ __forceinline__ void to_p(Fragment<kMTiles, kCols>& s, const Exp& exp) {
 #pragma unroll
@@ -99,22 +127,16 @@ struct OnlineSoftmax {
                                                   const Accumulator (&max)[kRows], Accumulator (&mc)[kRows]) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const Accumulator old_max = row_max[r];
-      const bool moved = moves(old_max, max[r]);
+      const Reference old(row_max[r], c);
+      const bool moved = Reference::moves(old.max, max[r], c);
       if (moved) row_max[r] = max[r];
-      const Accumulator m = reference(row_max[r]), old_m = reference(old_max), old_mc = mul_rn(old_m, c);
-      mc[r] = mul_rn(m, c);
-      const bool large = is_large(mc[r]), old_large = is_large(old_mc);
-      // Each reference as it was used: rounded below 2^24, exact above.
-      const Accumulator exponent = large       ? (old_large ? (old_m - m) * c : fma(-m, c, old_mc))
-                                   : old_large ? fma(old_m, c, -mc[r])
-                                               : old_mc - mc[r];
-      if (large) {
-        s.for_each_in_row(r, [&](Accumulator& x) { x -= m; });
+      const Reference now(row_max[r], c);
+      mc[r] = now.mc;
+      if (now.is_large()) {
+        s.for_each_in_row(r, [&](Accumulator& x) { x -= now.m; });
         mc[r] = 0;
       }
-      // A row without keys so far has sums of 0: any finite factor serves, and 2^exponent may not be finite.
-      const Accumulator factor = exp2(exponent), rescale = !moved ? 1 : old_max == neg_inf() ? 0 : factor;
+      const Accumulator rescale = now.rescale_from(old, exp2);
       row_sum[r] *= rescale;
       o.for_each_in_row(r, [&](Accumulator& x) { x *= rescale; });
     }

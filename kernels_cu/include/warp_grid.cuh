@@ -16,6 +16,11 @@ static_assert(kRowWarps * kColumnWarps == kTile.warps, "the warps fill the grid"
 __device__ __forceinline__ int warp_row() { return warp_id() / kColumnWarps; }
 __device__ __forceinline__ int warp_column() { return warp_id() % kColumnWarps; }
 
+// A barrier of the warps that share rows. Barrier 0 is __syncthreads.
+__device__ __forceinline__ void sync_row() {
+  asm volatile("bar.sync %0, %1;" ::"r"(1 + warp_row()), "n"(32 * kColumnWarps) : "memory");
+}
+
 // One number of each row of the block from each column warp.
 template <int kRows>
 struct RowExchange {

@@ -1,4 +1,4 @@
-// Conversions between float and the 16-bit types, round to nearest even.
+// Conversions between float and the 16-bit types, and to TF32; round to nearest even unless it says otherwise.
 #pragma once
 #include "common.cuh"
 
@@ -34,6 +34,19 @@ __device__ __forceinline__ BFloat16 from_float<BFloat16>(float x) {
 template <>
 __device__ __forceinline__ float from_float<float>(float x) {
   return x;
+}
+
+// A float, as bits, rounded to the leading 11 bits, which are what tensor cores take of it (sm_80). NaN stays NaN. From
+// sm_90 on it is one instruction. Before, cvt has .rna alone, for which ptxas writes three, the last of which clears
+// what tensor cores ignore anyway: here are the other two. Their ties go away from zero.
+__device__ __forceinline__ u32 to_tf32(u32 x) {
+  if constexpr (kTarget >= 90) {
+    u32 y;
+    asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(y) : "f"(__uint_as_float(x)));
+    return y;
+  } else {
+    return fabsf(__uint_as_float(x)) < pos_inf() ? x + 0x1000u : x;  // the largest NaN would become zero
+  }
 }
 
 // Two at once (sm_80): `low` to the lower half.

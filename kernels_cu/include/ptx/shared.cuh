@@ -13,6 +13,12 @@ __device__ __forceinline__ void ld_shared(double& x, u32 at) {
 __device__ __forceinline__ void ld_shared(double (&x)[2], u32 at) {
   asm volatile("ld.shared.v2.f64 {%0,%1}, [%2];" : "=d"(x[0]), "=d"(x[1]) : "r"(at) : "memory");
 }
+__device__ __forceinline__ void ld_shared(float (&x)[4], u32 at) {
+  asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
+               : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+               : "r"(at)
+               : "memory");
+}
 __device__ __forceinline__ void ld_shared(u32& x, u32 at) {
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(at) : "memory");
 }

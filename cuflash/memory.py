@@ -1,0 +1,187 @@
+"""Where the arrays of a call lie, as kernels see it: strides in elements, batch axes coalesced, scratch memory.
+
+Pure functions of shapes, strides and alignment; nothing here knows a GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from cuflash import params, tiles
+from cuflash.problem import Problem
+
+MAX_BATCH_AXES = 3
+Strides = tuple[int, ...]
+
+
+class Axes(NamedTuple):
+    """Coalesced batch axes: their extents, and each array's strides on them, in elements."""
+
+    extents: tuple[int, int, int]
+    strides: dict[str, tuple[int, int, int]]
+
+
+class Layout(NamedTuple):
+    extents: tuple[int, int, int]
+    strides: dict[str, Strides]
+    """Three batch strides, row, column, in elements, of each array that is there."""
+    lengths: dict[str, tuple[int, int]]
+    """Length of the row axis and of the column axis."""
+
+
+_VECTORS = ("key_bias", "lse", "dlse", "dkey_bias")
+"""Arrays of accumulation dtype with a row axis and no column axis."""
+
+
+def layout_of(problem: Problem, given: Mapping[str, Strides | None], fused: tiles.Tile | None = None) -> Layout:
+    """Batch axes coalesced over all arrays of the call, workspace included; strides in elements."""
+    m, n, d, e = problem.m, problem.n, problem.d, problem.e
+    lengths = {"q": (m, d), "k": (n, d), "v": (n, e), "o": (m, e), "key_bias": (n, 1), "lse": (m, 1)}
+    lengths |= {f"d{name}": pair for name, pair in lengths.items()} | {"dout": (m, e)}
+    shapes = {"q": problem.q_batch, "k": problem.k_batch, "v": problem.v_batch, "key_bias": problem.bias_batch}
+    shapes |= {f"d{name}": shape for name, shape in shapes.items()}
+    batch_strides: dict[str, Strides] = {}
+    core_strides: dict[str, Strides] = {}
+    for name, strides in given.items():
+        if strides is not None:
+            shape = shapes.get(name, problem.inner_batch) or ()
+            itemsize = accumulator_bytes(problem.dtype) if name in _VECTORS else tiles.ITEMSIZE[problem.dtype]
+            batch_strides[name] = _batch_strides(problem, shape, strides[: len(shape)], itemsize)
+            core_strides[name] = tuple(elements(s, itemsize) for s in (*strides[len(shape) :], 0)[:2])
+    for name in ("row_lse", "delta"):
+        batch_strides[name], core_strides[name] = _contiguous(problem, problem.inner_batch, padded_rows(m)), (1, 0)
+    if fused and "dq" in batch_strides:
+        sums = _accumulated_rows(m) * fused.head_dim
+        batch_strides["dq_accum"], core_strides["dq_accum"] = (
+            _contiguous(problem, problem.q_batch, sums),
+            (fused.head_dim, 0),
+        )
+        batch_strides["dq_turn"], core_strides["dq_turn"] = (
+            _contiguous(problem, problem.q_batch, _turn_count(m, fused)),
+            (1, 0),
+        )
+    axes = coalesce(problem.inner_batch, batch_strides)
+    return Layout(axes.extents, {name: axes.strides[name] + core_strides[name] for name in batch_strides}, lengths)
+
+
+def _contiguous(problem: Problem, shape: Sequence[int], count: int) -> Strides:
+    """Batch strides of a workspace array of ``shape`` in C order with ``count`` elements for each batch."""
+    strides: list[int] = []
+    for extent in reversed(shape):
+        strides.insert(0, count)
+        count *= extent
+    return _batch_strides(problem, shape, strides, 1)
+
+
+def elements(stride: int, itemsize: int) -> int:
+    if stride % itemsize:
+        raise NotImplementedError(
+            f"kernels step by whole elements; a stride of {stride} bytes is not a multiple of {itemsize}: copy it"
+        )
+    return stride // itemsize
+
+
+def _batch_strides(problem: Problem, shape: Sequence[int], strides: Sequence[int], itemsize: int) -> Strides:
+    """Strides, in elements, on every axis of the inner batch; 0 where the array is broadcast."""
+    missing = len(problem.inner_batch) - len(shape)
+    own = (0 if length == 1 else elements(s, itemsize) for length, s in zip(shape, strides, strict=True))
+    return (0,) * missing + tuple(own)
+
+
+def coalesce(shape: Sequence[int], strides: Mapping[str, Strides]) -> Axes:
+    """Merge each two batch axes that all arrays step through as one, in whichever order."""
+    keep = [i for i, length in enumerate(shape) if length != 1]
+    axes = [(shape[i], {name: s[i] for name, s in strides.items()}) for i in keep]
+    merged = True
+    while merged:
+        merged = False
+        for outer in range(len(axes)):
+            for inner in range(len(axes)):
+                length, steps = axes[inner]
+                if outer != inner and all(axes[outer][1][name] == length * step for name, step in steps.items()):
+                    axes[inner] = (length * axes[outer][0], steps)
+                    del axes[outer]
+                    merged = True
+                    break
+            if merged:
+                break
+    if len(axes) > MAX_BATCH_AXES:
+        raise NotImplementedError(
+            f"batch axes of lengths {[length for length, _ in axes]} step through memory in {len(axes)} independent "
+            f"ways, kernels follow {MAX_BATCH_AXES}: make an array contiguous, or call once for each index of an axis"
+        )
+    nothing = (1, dict.fromkeys(strides, 0))
+    axes = [nothing] * (MAX_BATCH_AXES - len(axes)) + axes
+    extents = (axes[0][0], axes[1][0], axes[2][0])
+    return Axes(extents, {name: (axes[0][1][name], axes[1][1][name], axes[2][1][name]) for name in strides})
+
+
+def load_kind(dtype: str, layout: Layout, names: Iterable[str], bits: int) -> str:
+    """The widest load that every row of every array allows; ``bits`` are the low bits of their addresses."""
+    itemsize = tiles.ITEMSIZE[dtype]
+    for name in names:
+        if name not in layout.strides:
+            continue
+        *batch, row, col = layout.strides[name]
+        rows, cols = layout.lengths[name]
+        if col != 1 and cols > 1:
+            return "strided"
+        bits |= itemsize * (row if rows > 1 else 0)
+        for stride, extent in zip(batch, layout.extents, strict=True):
+            bits |= itemsize * stride if extent > 1 else 0
+    return next((load for load in tiles.loads(dtype)[:-1] if bits % int(load) == 0), "strided")
+
+
+def summed_axes(layout: Layout, name: str) -> tuple[int, ...]:
+    """Batch axes on which the input of a gradient was broadcast: the gradient has nothing to step to there."""
+    return tuple(i for i in range(MAX_BATCH_AXES) if layout.extents[i] > 1 and layout.strides[name][i] == 0)
+
+
+def accumulator_bytes(dtype: str) -> int:
+    return max(4, tiles.ITEMSIZE[dtype])
+
+
+def padded_rows(m: int) -> int:
+    return -(-m // params.ROW_PADDING) * params.ROW_PADDING
+
+
+def _accumulated_rows(m: int) -> int:
+    return -(-m // 16) * 16
+
+
+def _turn_count(m: int, fused: tiles.Tile) -> int:
+    """Counts of turns of one batch element of q, a multiple of 4."""
+    return -(-m // (4 * fused.block_m)) * 4
+
+
+class Workspace(NamedTuple):
+    """Where the parts of the scratch memory begin, from a multiple of 16, and its size."""
+
+    delta: int
+    dq_accum: int
+    dq_turn: int
+    claims: int
+    nbytes: int
+
+
+@lru_cache(maxsize=4096)
+def workspace_of(problem: Problem, fused: tiles.Tile | None) -> Workspace:
+    """``fused``: the tile of the kernel for all gradients, None where there is none."""
+    accumulator, q_batch = accumulator_bytes(problem.dtype), math.prod(problem.q_batch)
+    rows = accumulator * math.prod(problem.inner_batch) * padded_rows(problem.m)
+    sums = turns = claims = 0  # zeroed before each call, in one piece
+    if fused:
+        sums = accumulator * q_batch * _accumulated_rows(problem.m) * fused.head_dim
+        turns, claims = 4 * q_batch * _turn_count(problem.m, fused), 16
+    delta, accum, turn, claim, end = itertools.accumulate((rows, rows, sums, turns, claims))
+    return Workspace(delta, accum, turn, claim, end + 16)  # the caller's memory may start anywhere
+
+
+def split_nbytes(problem: Problem, splits: int) -> int:
+    """Bytes for what splits of the keys leave of each row: a reference, a sum of p and the sums of p v; 0 for one."""
+    rows = splits * math.prod(problem.inner_batch) * problem.m
+    return 0 if splits == 1 else accumulator_bytes(problem.dtype) * rows * (2 + problem.e) + 16  # it may start anywhere
