@@ -279,9 +279,14 @@ SPILLS = {
     ("16 bits", FUSED, 64): 64,  # in order 1.14 of FlashAttention-2; 1.04 with the next best row
     ("16 bits", FUSED, 128): 64,  # 1.23 against 1.08
     ("16 bits", FUSED, 256): 64,  # 0.97; 0.84 with one stage, which spilled as much
-    ("float32", "attention_forward", 128): 8,  # tf32, by NVRTC 13.5 alone
+    # By NVRTC 13.5 alone, and some targets.
+    ("16 bits", "attention_forward", 256): 16,
+    ("float32", "attention_forward", 128): 16,  # tf32
+    ("float32", NARROW, 3): 48,
+    ("float32", NARROW, 4): 16,
+    ("float64", NARROW, 4): 16,
     ("float32", FUSED, 128): 128,  # 1.48 of the memory-efficient kernel; 54 TFLOP/s against 44 with the next best row
-    ("float32", NARROW, 8): 48,
+    ("float32", NARROW, 8): 96,  # 36 by 13.0
     ("float32", "attention_backward_dkv", 256): 96,
     ("float32", "attention_backward_dq", 128): 16,
     ("float64", "attention_backward_dkv", 128): 128,
