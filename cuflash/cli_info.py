@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 import cuflash
-from cuflash import compile
+from cuflash import compile, tiles
 
 _COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR = 75, 76  # CUdevice_attribute
 
@@ -113,7 +113,7 @@ def _is_importable(module: str) -> bool:
 
 def family(target: str) -> str:
     """The family of the kernels that run on a target."""
-    return os.environ.get("CUFLASH_FAMILY") or ("sm75" if target == "75" else "sm80")
+    return os.environ.get("CUFLASH_FAMILY") or tiles.best_family(target)
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

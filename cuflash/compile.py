@@ -37,6 +37,7 @@ TARGETS = ("75", "80", "86", "87", "89", "90a", "100", "103", "110", "120")
 """GPU architectures that cuflash builds for, as NVRTC writes them after ``sm_``."""
 
 SCORE_TERMS = ("Softcap", "KeyBias")
+"""Score terms of the general variants; each can be off at run time, so one variant serves every combination."""
 
 _CPP_TYPES = {"float16": "Half", "bfloat16": "BFloat16", "float32": "float", "float64": "double"}
 _LOAD_KINDS = {"16": "k16", "8": "k8", "4": "k4", "strided": "kStrided"}

@@ -49,7 +49,7 @@ class _Bits(NamedTuple):
     def check(self, dtype: str) -> None:
         """Raise where an array does not start at a whole element: a GPU cannot read that."""
         itemsize = tiles.ITEMSIZE[dtype]
-        if (self.loads | self.rows) % itemsize or self.vectors % max(itemsize, 4):
+        if (self.loads | self.rows) % itemsize or self.vectors % tiles.accumulator_bytes(dtype):
             raise NotImplementedError(
                 "an array starts between two elements (its address is not a multiple of its item size), which kernels "
                 "cannot read; copy it"
@@ -103,11 +103,12 @@ def workspace_nbytes(problem: Problem, operation: str) -> int:
 
 
 class _Narrow(NamedTuple):
-    """How the kernel for few features takes a problem: into how many parts the warps of a CTA split the keys, and into
-    how many the grid does."""
+    """How the kernel for few features takes a problem: into how many parts the warps of a CTA split the keys, into how
+    many blocks the rows of a batch element fall then, and into how many parts the grid splits the keys."""
 
     tile: tiles.Tile
     key_warps: int
+    row_blocks: int
     splits: int
 
 
@@ -122,9 +123,10 @@ def _narrow(problem: Problem, family: str) -> _Narrow | None:
         return None
     tile = tiles.tile(tiles.NARROW, dtype, d, "strided", False, target, family)
     key_warps = tiles.key_warps(tile, dtype, problem.m)
-    row_blocks = -(-problem.m // (tile.block_m // key_warps)) * math.prod(problem.inner_batch)
+    row_blocks = -(-problem.m // (tile.block_m // key_warps))
+    units = row_blocks * math.prod(problem.inner_batch)
     slots = tiles.resident(tile, dtype, target) * _multiprocessors(problem.device)
-    return _Narrow(tile, key_warps, tiles.splits(row_blocks, -(-problem.n // tile.block_n), slots))
+    return _Narrow(tile, key_warps, row_blocks, tiles.splits(units, -(-problem.n // tile.block_n), slots))
 
 
 def _splits(problem: Problem, family: str) -> int:
@@ -152,11 +154,7 @@ def forward(problem: Problem, q: Any, k: Any, v: Any, key_bias: Any, o: Any, lse
     bits, family = _Bits(inputs, pointers[4] & 15, vectors), _family(problem.device)
     plan = _plan_forward(problem, family, o_strides, lse_strides, bits)
     if nbytes := memory.split_nbytes(problem, _splits(problem, family)):
-        if workspace is None:
-            import cupy
-
-            workspace = cupy.empty(nbytes, np.uint8)
-        split_rows = -(-workspace.data.ptr // 16) * 16
+        workspace, split_rows = _scratch(workspace, nbytes)
         pointers += [0] * (len(params.TENSORS) - len(pointers)) + [0, split_rows]
     _run(plan, pointers)
 
@@ -176,14 +174,21 @@ def backward(
     plan = _plan_backward(problem, _family(problem.device), strides + result_strides, *bits)
     fused = next((launch.variant.tile for launch in plan if launch.variant.operation == tiles.FUSED), None)
     parts = memory.workspace_of(problem, fused)
-    if workspace is None:
-        workspace = cupy.empty(parts.nbytes, np.uint8)
-    row_lse = -(-workspace.data.ptr // 16) * 16
+    workspace, row_lse = _scratch(workspace, parts.nbytes)
     delta, dq_accum, dq_turn, claims, _ = (row_lse + offset for offset in parts)
     if fused:
         stream = cupy.cuda.get_current_stream().ptr
         cupy.cuda.runtime.memsetAsync(dq_accum, 0, claims + 16 - dq_accum, stream)
     _run(plan, [*inputs, row_lse, delta, *results, dq_accum, dq_turn, claims])
+
+
+def _scratch(workspace: Any, nbytes: int) -> tuple[Any, int]:
+    """The caller's workspace, or one to be held until the launch, and the first multiple of 16 in it."""
+    if workspace is None:
+        import cupy
+
+        workspace = cupy.empty(nbytes, np.uint8)
+    return workspace, -(-workspace.data.ptr // 16) * 16
 
 
 def _describe(arrays: Sequence[Any]) -> tuple[list[int], tuple[memory.Strides | None, ...]]:
@@ -220,9 +225,9 @@ def _plan_forward(
 
 
 def _plan_narrow(problem: Problem, family: str, layout: memory.Layout, narrow: _Narrow) -> tuple[_Launch, ...]:
-    target, dtype, tile = _target(problem.device), problem.dtype, narrow.tile
-    variant = compile.Variant(tiles.NARROW, family, target, dtype, dtype, tile, ("KeyBias",), "strided", prescaled=True)
-    blocks = -(-problem.m // (tile.block_m // narrow.key_warps)) * narrow.splits
+    target, d = _target(problem.device), narrow.tile.head_dim
+    variant = tiles.variant(tiles.NARROW, problem.dtype, d, "strided", False, target, family)
+    blocks = narrow.row_blocks * narrow.splits
     main = _launch(problem, variant, layout, blocks, splits=narrow.splits, key_warps=narrow.key_warps)
     if narrow.splits == 1:
         return (main,)
@@ -348,17 +353,12 @@ def _variant(problem: Problem, operation: str, family: str, load: str) -> compil
     dtype, target = problem.dtype, _target(problem.device)
     head_dim = _bucket(problem, operation, family, load)
     plain = _is_plain(problem) and tiles.has_plain(head_dim, load)
-    tile = tiles.tile(operation, dtype, head_dim, load, plain, target, family, problem.precision)
-    scores = () if plain else tiles.SCORES
     ordered = operation != tiles.FUSED or _is_ordered(problem)
-    return compile.Variant(
-        operation, family, target, dtype, dtype, tile, scores, load, not plain, ordered, problem.precision
-    )
+    return tiles.variant(operation, dtype, head_dim, load, plain, target, family, problem.precision, ordered)
 
 
 def _row_variant(problem: Problem, operation: str, family: str, load: str) -> compile.Variant:
-    target = _target(problem.device)
-    return compile.Variant(operation, family, target, problem.dtype, problem.dtype, tiles.ROW_KERNEL, (), load, False)
+    return tiles.row_variant(operation, problem.dtype, load, _target(problem.device), family)
 
 
 def _launch(
@@ -412,7 +412,7 @@ def _family(device: int) -> str:
     """The kernel family that runs on a device: ``CUFLASH_FAMILY``, else the best one built for it."""
     asked = os.environ.get("CUFLASH_FAMILY")
     if asked is None:
-        return "sm75" if _target(device) == "75" else "sm80"
+        return tiles.best_family(_target(device))
     if asked not in ("sm75", "sm80"):
         raise ValueError(f"CUFLASH_FAMILY must be sm75 or sm80, got {asked!r}")
     if asked == "sm80" and _target(device) == "75":
@@ -457,7 +457,7 @@ def merge(os_: Any, lses: Any, o: Any, lse: Any) -> None:
     family, target = _family(device), _target(device)
     if target == "75":  # the kernel itself, which has no tensor-core products, serves every dtype of the target
         _check_dtype("attention_merge", dtype, target, family)
-    variant = compile.Variant("attention_merge", family, target, dtype, dtype, tiles.ROW_KERNEL, (), "strided", False)
+    variant = tiles.row_variant("attention_merge", dtype, "strided", target, family)
     grid = -(-math.prod(axes.extents) * rows // variant.tile.warps)
     if grid > MAX_INT:
         raise NotImplementedError(f"attention_merge would need {grid} blocks, a launch has at most {MAX_INT}")

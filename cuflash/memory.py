@@ -49,7 +49,7 @@ def layout_of(problem: Problem, given: Mapping[str, Strides | None], fused: tile
     for name, strides in given.items():
         if strides is not None:
             shape = shapes.get(name, problem.inner_batch) or ()
-            itemsize = accumulator_bytes(problem.dtype) if name in _VECTORS else tiles.ITEMSIZE[problem.dtype]
+            itemsize = tiles.accumulator_bytes(problem.dtype) if name in _VECTORS else tiles.ITEMSIZE[problem.dtype]
             batch_strides[name] = _batch_strides(problem, shape, strides[: len(shape)], itemsize)
             core_strides[name] = tuple(elements(s, itemsize) for s in (*strides[len(shape) :], 0)[:2])
     for name in ("row_lse", "delta"):
@@ -141,10 +141,6 @@ def summed_axes(layout: Layout, name: str) -> tuple[int, ...]:
     return tuple(i for i in range(MAX_BATCH_AXES) if layout.extents[i] > 1 and layout.strides[name][i] == 0)
 
 
-def accumulator_bytes(dtype: str) -> int:
-    return max(4, tiles.ITEMSIZE[dtype])
-
-
 def padded_rows(m: int) -> int:
     return -(-m // params.ROW_PADDING) * params.ROW_PADDING
 
@@ -171,7 +167,7 @@ class Workspace(NamedTuple):
 @lru_cache(maxsize=4096)
 def workspace_of(problem: Problem, fused: tiles.Tile | None) -> Workspace:
     """``fused``: the tile of the kernel for all gradients, None where there is none."""
-    accumulator, q_batch = accumulator_bytes(problem.dtype), math.prod(problem.q_batch)
+    accumulator, q_batch = tiles.accumulator_bytes(problem.dtype), math.prod(problem.q_batch)
     rows = accumulator * math.prod(problem.inner_batch) * padded_rows(problem.m)
     sums = turns = claims = 0  # zeroed before each call, in one piece
     if fused:
@@ -184,4 +180,5 @@ def workspace_of(problem: Problem, fused: tiles.Tile | None) -> Workspace:
 def split_nbytes(problem: Problem, splits: int) -> int:
     """Bytes for what splits of the keys leave of each row: a reference, a sum of p and the sums of p v; 0 for one."""
     rows = splits * math.prod(problem.inner_batch) * problem.m
-    return 0 if splits == 1 else accumulator_bytes(problem.dtype) * rows * (2 + problem.e) + 16  # it may start anywhere
+    nbytes = tiles.accumulator_bytes(problem.dtype) * rows * (2 + problem.e) + 16  # the caller's may start anywhere
+    return 0 if splits == 1 else nbytes

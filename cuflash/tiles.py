@@ -30,6 +30,11 @@ NARROW = "attention_narrow"
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
+def accumulator_bytes(dtype: str) -> int:
+    """Bytes of one element of sums, row statistics and key_bias."""
+    return max(4, ITEMSIZE[dtype])
+
+
 @dataclass(frozen=True)
 class Tile:
     """Block sizes of a kernel: ``block_m`` query rows, ``block_n`` keys, of at most ``head_dim`` features.
@@ -63,11 +68,8 @@ class Tile:
 
     def smem_bytes(self, operation: str, dtype: str, precision: str | None = None) -> int:
         """Dynamic shared memory: ``sizeof(SharedStorage)`` of the kernel, which static_asserts that it agrees."""
-        twice, itemsize, accumulator = (
-            2 if self.low_bits and precision is None else 1,
-            ITEMSIZE[dtype],
-            8 if dtype == "float64" else 4,
-        )
+        twice = 2 if self.low_bits and precision is None else 1
+        itemsize, accumulator = ITEMSIZE[dtype], accumulator_bytes(dtype)
         q, k = itemsize * self.block_m * self.head_dim, itemsize * self.block_n * self.head_dim
         do, v = itemsize * self.block_m * self.value_dim, itemsize * self.block_n * self.value_dim
         scores = itemsize * self.block_m * self.block_n
@@ -142,7 +144,7 @@ TABLES: dict[str, dict[str, dict[int, dict[int, Tile]]]] = {
             99: _rows((32, 64, 64, 2, 4), (64, 64, 64, 2, 4, 2), (96, 32, 64, 2, 4), (128, 32, 64, 1, 4)),
             64: _rows((32, 64, 64, 1, 4), (64, 64, 64, 1, 4), (96, 32, 64, 1, 4), (128, 16, 64, 1, 4)),
         },
-        "attention_backward_dqkv": {
+        FUSED: {
             227: _rows(
                 (64, 128, 128, 3, 8),  # one barrier a step: in order 10 percent over two stages of column warps
                 (128, 64, 128, 3, 8, 2),  # likewise 14 percent over two stages
@@ -210,7 +212,7 @@ TABLES: dict[str, dict[str, dict[int, dict[int, Tile]]]] = {
             99: _rows((32, 64, 64, 1, 4), (64, 32, 64, 1, 4, 1, 1), (128, 32, 32, 1, 4, 2)),
             64: _rows((32, 32, 64, 1, 4), (64, 32, 32, 1, 2), (128, 16, 32, 1, 4, 2)),
         },
-        "attention_backward_dqkv": {
+        FUSED: {
             # two CTAs an SM with two stages as with one: 8 percent
             227: _rows((64, 32, 64, 2, 4, 1, 1), (128, 32, 128, 1, 8, 1, 1)),
             163: _rows((64, 32, 64, 1, 4, 1, 1), (128, 32, 64, 1, 8, 2, 1)),
@@ -247,7 +249,7 @@ TABLES: dict[str, dict[str, dict[int, dict[int, Tile]]]] = {
             99: _rows((32, 32, 32, 1, 2), (64, 16, 32, 1, 4, 2), (128, 16, 16, 1, 2, 2)),
             64: _rows((32, 16, 32, 1, 2), (64, 16, 16, 1, 2, 2)),
         },
-        "attention_backward_dqkv": {227: _rows((64, 64, 64, 1, 8, 2), (128, 32, 64, 1, 8, 2))},
+        FUSED: {227: _rows((64, 64, 64, 1, 8, 2), (128, 32, 64, 1, 8, 2))},
         "attention_backward_dk": {227: _rows((256, 16, 32, 1, 4, 2)), 163: _rows((256, 16, 16, 1, 2, 2))},
         "attention_backward_dv": {227: _rows((256, 16, 32, 1, 4, 2)), 163: _rows((256, 16, 16, 1, 2, 2))},
         "attention_backward_dq": {
@@ -303,8 +305,6 @@ KEY_GRADIENTS = ("attention_backward_dkv", *_HALVES)
 ROW_KERNEL = Tile(head_dim=32, value_dim=32, block_m=16, block_n=16, stages=1, warps=4)
 """Of the kernels that work on rows, not tiles (delta, convert, merge), only the number of warps matters."""
 
-SCORES = ("Softcap", "KeyBias")
-"""Score terms of the general variants; each can be off at run time, so one variant serves every combination."""
 PLAIN_HEAD_DIMS = (16, 64, 128, 256)
 """Tile head dims that have, at 16-byte loads, a variant without score terms and with the scale in the exponent."""
 UNALIGNED_HEAD_DIMS = (16, 64, 128, 256)
@@ -388,7 +388,7 @@ def backward_operations(dtype: str, head_dim: int, target: str, family: str) -> 
 
 def key_warps(tile: Tile, dtype: str, m: int) -> int:
     """Into how many parts the warps of a CTA of the `NARROW` kernel split the keys, where m rows need few of them."""
-    steps = tile.block_n // (32 * (2 if dtype == "float64" else 4))  # of a lane's 16 bytes of keys
+    steps = tile.block_n // (32 * (16 // accumulator_bytes(dtype)))  # of a lane's 16 bytes of keys
     parts, rows = 1, 1 if m == 1 else tile.block_m // tile.warps
     while 2 * parts <= min(steps, tile.warps) and tile.warps // (2 * parts) * rows >= m:
         parts *= 2
@@ -432,6 +432,11 @@ def has_unordered(dtype: str) -> bool:
     return kind(dtype) == "16 bits"
 
 
+def best_family(target: str) -> str:
+    """The best kernel family built for a target."""
+    return "sm75" if target == "75" else "sm80"
+
+
 def dtypes(target: str, family: str) -> tuple[str, ...]:
     """What the kernels of a family take on a target. Turing has no bfloat16."""
     return ("float16", "float32", "float64") if family == "sm75" else ("float16", "bfloat16", "float32", "float64")
@@ -442,37 +447,55 @@ def precisions(dtype: str, family: str) -> tuple[str | None, ...]:
     return (None, "tf32") if dtype == "float32" and family != "sm75" else (None,)
 
 
+def variant(
+    operation: str,
+    dtype: str,
+    head_dim: int,
+    load: str,
+    plain: bool,
+    target: str,
+    family: str,
+    precision: str | None = None,
+    ordered: bool = True,
+) -> Variant:
+    """The kernel with the `tile` of the same arguments."""
+    from cuflash.compile import SCORE_TERMS, Variant
+
+    t = tile(operation, dtype, head_dim, load, plain, target, family, precision)
+    terms = ("KeyBias",) if operation == NARROW else SCORE_TERMS
+    scores = () if plain else terms
+    return Variant(operation, family, target, dtype, dtype, t, scores, load, not plain, ordered, precision)
+
+
+def row_variant(operation: str, dtype: str, load: str, target: str, family: str) -> Variant:
+    """A kernel that works on rows, not tiles."""
+    from cuflash.compile import Variant
+
+    return Variant(operation, family, target, dtype, dtype, ROW_KERNEL, (), load, False)
+
+
 @lru_cache
 def variants(target: str, family: str) -> list[Variant]:
     """Every variant that the launcher can ask for on this target, in a fixed order."""
-    from cuflash.compile import Variant
-
     found = []
     for dtype in dtypes(target, family):
         for operation, load in ((o, x) for o in TABLES[kind(dtype)] if o not in (FUSED, NARROW) for x in loads(dtype)):
             for d in head_dims(operation, dtype, load, target, family):
                 for plain in (False, True) if has_plain(d, load) else (False,):
-                    scores = () if plain else SCORES
                     for precision in precisions(dtype, family):
-                        t = tile(operation, dtype, d, load, plain, target, family, precision)
-                        found.append(
-                            Variant(
-                                operation, family, target, dtype, dtype, t, scores, load, not plain, True, precision
-                            )
-                        )
-        for d in head_dims(FUSED, dtype, "16", target, family):
-            t = tile(FUSED, dtype, d, "16", True, target, family)
+                        found.append(variant(operation, dtype, d, load, plain, target, family, precision))
+        fused = head_dims(FUSED, dtype, "16", target, family)
+        for d in fused:
             for precision in precisions(dtype, family):
                 for ordered in (True, False) if has_unordered(dtype) else (True,):
-                    found.append(Variant(FUSED, family, target, dtype, dtype, t, (), "16", False, ordered, precision))
-        if head_dims(FUSED, dtype, "16", target, family):
-            found.append(Variant("attention_convert", family, target, dtype, dtype, ROW_KERNEL, (), "strided", False))
+                    found.append(variant(FUSED, dtype, d, "16", True, target, family, precision, ordered))
+        if fused:
+            found.append(row_variant("attention_convert", dtype, "strided", target, family))
         for d in head_dims(NARROW, dtype, "strided", target, family):
-            t = tile(NARROW, dtype, d, "strided", False, target, family)
-            found.append(Variant(NARROW, family, target, dtype, dtype, t, ("KeyBias",), "strided", True))
-        found.append(Variant("attention_merge_splits", family, target, dtype, dtype, ROW_KERNEL, (), "strided", False))
+            found.append(variant(NARROW, dtype, d, "strided", False, target, family))
+        found.append(row_variant("attention_merge_splits", dtype, "strided", target, family))
         for load in ("16", "strided"):
-            found.append(Variant("attention_delta", family, target, dtype, dtype, ROW_KERNEL, (), load, False))
-    for dtype in dtypes(target, "sm75" if target == "75" else "sm80"):  # merging has no products
-        found.append(Variant("attention_merge", family, target, dtype, dtype, ROW_KERNEL, (), "strided", False))
+            found.append(row_variant("attention_delta", dtype, load, target, family))
+    for dtype in dtypes(target, best_family(target)):  # merging has no products
+        found.append(row_variant("attention_merge", dtype, "strided", target, family))
     return found

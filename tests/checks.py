@@ -75,7 +75,7 @@ def rounding(backend: Backend, dtype: str, n: int = 64) -> float:
     u = unit_roundoff(dtype_of(dtype))
     if backend is HOST or tiles.kind(dtype) == "16 bits":
         return 4 * u
-    family = "sm75" if gpu_cases.target() == "75" else "sm80"
+    family = tiles.best_family(gpu_cases.target())
     products = arithmetic(dtype, family)
     assert products is not None
     return 4 * u + 2 * (products.total(n) + n / 4 * u)
@@ -83,7 +83,7 @@ def rounding(backend: Backend, dtype: str, n: int = 64) -> float:
 
 def need_features(d: int, dtype: str, family: str | None = None) -> None:
     """Skip what the kernels of a family do not serve on this GPU; test_launch.py holds what they must."""
-    family = family or ("sm75" if gpu_cases.target() == "75" else "sm80")
+    family = family or tiles.best_family(gpu_cases.target())
     if d > gpu_cases.most_features(dtype, family):
         pytest.skip(f"{family} has no gradients of {d} features in {dtype} here")
 
