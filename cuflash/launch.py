@@ -352,7 +352,7 @@ def _is_plain(problem: Problem) -> bool:
 def _variant(problem: Problem, operation: str, family: str, load: str) -> compile.Variant:
     dtype, target = problem.dtype, _target(problem.device)
     head_dim = _bucket(problem, operation, family, load)
-    plain = _is_plain(problem) and tiles.has_plain(head_dim, load)
+    plain = _is_plain(problem) and tiles.has_plain(operation, head_dim, load)
     ordered = operation != tiles.FUSED or _is_ordered(problem)
     return tiles.variant(operation, dtype, head_dim, load, plain, target, family, problem.precision, ordered)
 

@@ -271,11 +271,14 @@ GENERAL = {
 }
 """Smaller rows where the registers of the score terms made the table's spill; for targets with room for them."""
 
-PRECISE: dict[tuple[str | None, str], dict[int, Tile]] = {
-    # 32 rows a warp: a fragment of K or V is rounded once for two products. 173 and 169 TFLOP/s.
-    ("tf32", "attention_forward"): _rows((64, 128, 64, 1, 4), (128, 128, 32, 1, 4)),
+PRECISE: dict[tuple[str | None, str], dict[int, dict[int, Tile]]] = {
+    ("tf32", "attention_forward"): {
+        227: _rows((128, 128, 48, 1, 4)),  # two CTAs an SM: 5 percent over 32 keys
+        # 32 rows a warp: a fragment of K or V is rounded once for two products
+        99: _rows((64, 128, 64, 1, 4), (128, 128, 32, 1, 4)),
+    },
 }
-"""Rows of a precision in place of its dtype's, for variants without score terms."""
+"""Rows of a precision in place of its dtype's, for variants without score terms, by class of shared memory."""
 
 SPILLS = {
     ("16 bits", FUSED, 64): 64,  # in order 1.14 of FlashAttention-2; 1.04 with the next best row
@@ -306,7 +309,8 @@ ROW_KERNEL = Tile(head_dim=32, value_dim=32, block_m=16, block_n=16, stages=1, w
 """Of the kernels that work on rows, not tiles (delta, convert, merge), only the number of warps matters."""
 
 PLAIN_HEAD_DIMS = (16, 64, 128, 256)
-"""Tile head dims that have, at 16-byte loads, a variant without score terms and with the scale in the exponent."""
+"""Tile head dims that have, at 16-byte loads, a variant without score terms and with the scale in the exponent. The
+forward has one at 32, too, where it is four times as fast as the other."""
 UNALIGNED_HEAD_DIMS = (16, 64, 128, 256)
 """Tile head dims of the load kinds below 16 bytes: fewer, since the loads bound them."""
 
@@ -325,12 +329,14 @@ def _smem_limit(target: str, family: str) -> int:
     return SMEM_LIMIT["75" if family == "sm75" else target]
 
 
-def _row(operation: str, dtype: str, head_dim: int, target: str, family: str) -> Tile | None:
-    """The row of the largest class of shared memory that the target has, None where none fits."""
-    limit = _smem_limit(target, family)
-    classes = TABLES[kind(dtype)].get(operation, {})
+def _largest(classes: dict[int, dict[int, Tile]], head_dim: int, limit: int) -> Tile | None:
+    """The row of the largest class of shared memory within the limit, None where none fits."""
     fitting = (classes[kb] for kb in sorted(classes, reverse=True) if kb * 1024 <= limit)
     return next((rows[head_dim] for rows in fitting if head_dim in rows), None)
+
+
+def _row(operation: str, dtype: str, head_dim: int, target: str, family: str) -> Tile | None:
+    return _largest(TABLES[kind(dtype)].get(operation, {}), head_dim, _smem_limit(target, family))
 
 
 def head_dims(operation: str, dtype: str, load: str, target: str, family: str) -> list[int]:
@@ -353,9 +359,9 @@ def bucket(operation: str, dtype: str, load: str, target: str, family: str, feat
     return next((d for d in head_dims(operation, dtype, load, target, family) if d >= features), None)
 
 
-def has_plain(head_dim: int, load: str) -> bool:
+def has_plain(operation: str, head_dim: int, load: str) -> bool:
     """Whether there is a variant without score terms at this tile head dim and load kind."""
-    return load == "16" and head_dim in PLAIN_HEAD_DIMS
+    return load == "16" and (head_dim in PLAIN_HEAD_DIMS or (operation == "attention_forward" and head_dim == 32))
 
 
 def tile(
@@ -372,10 +378,14 @@ def tile(
     row = _row(operation, dtype, head_dim, target, family)
     if row is None:
         raise KeyError(f"no row of {operation} in {dtype} for {head_dim} features on sm_{target}")
-    rows = PRECISE.get((precision, operation), {}) if plain else GENERAL.get((kind(dtype), operation), {})
-    other = rows.get(head_dim, row)
-    fits = other.smem_bytes(operation, dtype) <= _smem_limit(target, family)
-    return other if fits and family != "sm75" else row
+    limit = _smem_limit(target, family)
+    if plain:
+        other = _largest(PRECISE.get((precision, operation), {}), head_dim, limit)
+    else:
+        other = GENERAL.get((kind(dtype), operation), {}).get(head_dim)
+    if other is None or family == "sm75" or other.smem_bytes(operation, dtype) > limit:
+        return row
+    return other
 
 
 def backward_operations(dtype: str, head_dim: int, target: str, family: str) -> dict[str, tuple[str, ...]]:
@@ -481,7 +491,7 @@ def variants(target: str, family: str) -> list[Variant]:
     for dtype in dtypes(target, family):
         for operation, load in ((o, x) for o in TABLES[kind(dtype)] if o not in (FUSED, NARROW) for x in loads(dtype)):
             for d in head_dims(operation, dtype, load, target, family):
-                for plain in (False, True) if has_plain(d, load) else (False,):
+                for plain in (False, True) if has_plain(operation, d, load) else (False,):
                     for precision in precisions(dtype, family):
                         found.append(variant(operation, dtype, d, load, plain, target, family, precision))
         fused = head_dims(FUSED, dtype, "16", target, family)

@@ -37,9 +37,9 @@ class Arithmetic:
 
     ``product`` is lost of each product; each step of a sum, of ``depth`` terms, loses ``unit`` of the sum. Where there
     are ``chains``, sums over features and sums over rows or keys, whose every ``depth`` terms take ``passes`` steps,
-    start anew after so many times ``depth`` terms, None standing for never, and ordinary additions join the parts. Of a
-    number below ``tiny`` as much is lost as of ``tiny`` itself. Where the reference is no more exact than the kernel,
-    everything counts ``sides`` times.
+    start anew after so many times ``depth`` terms, and ordinary additions join the parts. Of a number below ``tiny`` as
+    much is lost as of ``tiny`` itself. Where the reference is no more exact than the kernel, everything counts
+    ``sides`` times.
     """
 
     product: float
@@ -47,7 +47,7 @@ class Arithmetic:
     depth: int
     tiny: float
     passes: int = 1
-    chains: tuple[int | None, int] | None = None
+    chains: tuple[int, int] | None = None
     sides: int = 1
 
     def score(self, d: int) -> float:
@@ -69,7 +69,7 @@ class Arithmetic:
 def arithmetic(dtype: Any, family: str, precision: str | None = None, chains: tuple[int, int] = (8, 4)) -> Arithmetic:
     """How kernels of a family multiply float32 or float64; ``chains`` are those of gemm_tf32.cuh.
 
-    With one product a sum over features is a single chain.
+    With one product a sum is a single chain.
     """
     if np.dtype(dtype) == np.float64:  # DMMA rounds every step as an FMA does; the reference sums in float64 too
         return Arithmetic(0.0, unit_roundoff(np.float64), 1, float(np.finfo(np.float64).tiny), sides=2)
@@ -79,7 +79,7 @@ def arithmetic(dtype: Any, family: str, precision: str | None = None, chains: tu
     # SPLIT * 2^-116.
     if precision == "tf32":
         product = 2 * TF32_ROUNDOFF + TF32_ROUNDOFF**2
-        return Arithmetic(product, TRUNCATION, 8, 2.0**-126, chains=(None, chains[1]))
+        return Arithmetic(product, TRUNCATION, 8, 2.0**-126)
     return Arithmetic(SPLIT, TRUNCATION, 8, 2.0**-116, passes=3, chains=chains)
 
 

@@ -29,14 +29,11 @@ __device__ __forceinline__ void add_dq(const Params& params, Storage& smem, cons
   dq.clear();
   if constexpr (kOrdered && kSame<Operand, float>) {
     wait();
-    Fragment<kTiles, kCols> sum;  // apart from the product: the order of additions is that of red_add_tile
-    sum.clear();
-    sum.for_each_tile([&](Accumulator(&x)[4], int row, int col) {
+    dq.for_each_tile([&](Accumulator(&x)[4], int row, int col) {
       if (row < rows) load_tile_sums(x, tile_at(row, col));
     });
-    Gemm::tn<kTile.block_n>(dq, ds_smem, warp_row0, smem.k, col0);  // while the sums are on their way
-    sum.for_each_with(dq, [](Accumulator& x, Accumulator& more, int, int, int) { x += more; });
-    sum.for_each_tile([&](Accumulator(&x)[4], int row, int col) {
+    Gemm::tn<kTile.block_n>(dq, ds_smem, warp_row0, smem.k, col0);  // its first chain while the sums are on their way
+    dq.for_each_tile([&](Accumulator(&x)[4], int row, int col) {
       if (row < rows) store_tile_sums(tile_at(row, col), x);
     });
   } else {

@@ -5,9 +5,8 @@
 // out is at most 1.5 * 2^-20 of the product, a quarter of that in the mean. hi is x itself; lo, what the tensor core
 // ignores of it, is made on the way to the product, or once for all warps where B comes row by row (nt). With one
 // product (precision='tf32') operands are rounded to 11 bits, on the way too, or once in a RoundedTile. Tensor cores
-// truncate as they accumulate, so sums stay in them for a few steps only: products go to fresh accumulators, which
-// ordinary additions join to earlier sums. Sums over features with one product alone stay: they end with the block, and
-// lose less than the rounding of operands did.
+// truncate as they accumulate, so where there are three products sums stay in them for a few steps only: products go to
+// fresh accumulators, which ordinary additions join to earlier sums. With one product they stay, as in 16 bits.
 #pragma once
 #include "fragment.cuh"
 #include "pipeline.cuh"
@@ -175,7 +174,7 @@ struct GemmTf32 : AccumulatorOperand {
  private:
   // More than a few k steps in one piece, and the compiler runs out of registers for what it loads ahead.
   static constexpr int kUnroll = kTf32 ? 8 : 4;
-  // Steps of a chain of large products in nt, where there are three, and of a chain of all products in product().
+  // Where there are three products: steps of a chain of large ones in nt, and of a chain of all in product().
   static constexpr int kChain = 8, kShortChain = 4;
 
   template <class SharedT>
@@ -228,6 +227,7 @@ struct GemmTf32 : AccumulatorOperand {
       for (int k0 = 0; k0 < kDepth / 8; k0 += kShortChain) {
         Fragment<kMTiles, 8 * kGroup> fresh;
         fresh.clear();
+        const auto sums = [&](int m, int n) -> float(&)[4] { return kTf32 ? acc.x[m][n0 + n] : fresh.x[m][n]; };
 #pragma unroll
         for (int k = k0; k < min_of(k0 + kShortChain, kDepth / 8); ++k) {
           Split<4> a[kMTiles];
@@ -245,9 +245,10 @@ struct GemmTf32 : AccumulatorOperand {
             if constexpr (!kHasLow<SharedB>) b.split();
 #pragma unroll
             for (int m = 0; m < kMTiles; ++m)
-              step(fresh.x[m][n], fresh.x[m][n], a[m], b.hi[0], b.hi[1], b.lo[0], b.lo[1]);
+              step(sums(m, n), sums(m, n), a[m], b.hi[0], b.hi[1], b.lo[0], b.lo[1]);
           }
         }
+        if constexpr (kTf32) continue;
 #pragma unroll
         for (int m = 0; m < kMTiles; ++m)
 #pragma unroll

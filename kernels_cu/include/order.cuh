@@ -31,7 +31,7 @@ struct OrderState {
 
 // Heads before key blocks: of one head, as few key blocks as possible are in progress at a time, behind each other.
 __device__ __forceinline__ Work locate_ordered_keys(const Params& params, int index) {
-  const int heads = params.grid_extent0 * params.grid_extent1 * params.grid_extent2;
+  const int heads = owned_count(params);
   return {index / heads, index % heads};
 }
 
