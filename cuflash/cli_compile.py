@@ -72,7 +72,7 @@ def _target(name: str) -> str:
 
 def _variants(target: str, dtypes: list[str] | None, head_dims: list[int] | None) -> list[Variant]:
     """The kernels that a GPU of the target may ask for, less those that the choices exclude."""
-    variants = tiles.variants(target, cli_info.family(target))
+    variants = [variant for family in cli_info.families(target) for variant in tiles.variants(target, family)]
     if dtypes:
         variants = [variant for variant in variants if variant.dtype in dtypes]
     for head_dim in head_dims or ():
@@ -87,6 +87,8 @@ def _serves(variant: Variant, head_dim: int) -> bool:
     """Whether the launcher may ask for the variant where the larger of d and e is ``head_dim``."""
     if variant.tile == tiles.ROW_KERNEL:
         return True
+    if variant.family == "sm90":
+        return tiles.sm90_forward(variant.dtype, variant.precision, head_dim) == variant.tile
     backward = tiles.backward_operations(variant.dtype, head_dim, variant.target, variant.family)
     if variant.operation in tiles.KEY_GRADIENTS and variant.operation not in backward:
         return False
@@ -97,7 +99,8 @@ def _serves(variant: Variant, head_dim: int) -> bool:
 def _without_attention(variants: list[Variant], targets: Sequence[str], dtypes: Sequence[str]) -> Iterator[str]:
     """Words for each target and dtype asked for that has no kernel of attention, at most those that serve any."""
     for target in targets:
-        built = {x.dtype for x in tiles.variants(target, cli_info.family(target)) if x.operation == "attention_forward"}
+        found = (x for family in cli_info.families(target) for x in tiles.variants(target, family))
+        built = {x.dtype for x in found if x.operation == "attention_forward"}
         for dtype in dtypes:
             if dtype in built:
                 continue

@@ -111,9 +111,10 @@ def _is_importable(module: str) -> bool:
         return False
 
 
-def family(target: str) -> str:
-    """The family of the kernels that run on a target."""
-    return os.environ.get("CUFLASH_FAMILY") or tiles.best_family(target)
+def families(target: str) -> tuple[str, ...]:
+    """The families of the kernels that run on a target."""
+    asked = os.environ.get("CUFLASH_FAMILY")
+    return tiles.families(target) if asked in (None, "", "sm90") else (asked,)
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -156,7 +157,7 @@ def _describe_gpu(device: Device) -> str:
         target = compile.target_of(device.compute_capability)
     except (ImportError, NotImplementedError):
         return str(device)
-    return f"{device}; kernels: {family(target)} for sm_{target}"
+    return f"{device}; kernels: {' and '.join(families(target))} for sm_{target}"
 
 
 def _describe_nvrtc() -> str:

@@ -52,7 +52,7 @@ class Variant:
     operation : str
         ``attention_forward``, ``attention_backward_dkv``, ...: the stem of a file of ``kernels_cu``.
     family : str
-        Instruction family: ``sm75`` or ``sm80``.
+        Instruction family: ``sm75``, ``sm80`` or ``sm90``.
     target : str
         One of `TARGETS`.
     dtype, out_dtype : str
@@ -104,7 +104,13 @@ class Variant:
     @property
     def smem_bytes(self) -> int:
         """Dynamic shared memory of a block."""
-        return self.tile.smem_bytes(self.operation, self.dtype, self.precision)
+        return self.tile.smem_bytes(self.operation, self.dtype, self.precision, self.family)
+
+    @property
+    def maps(self) -> int:
+        """How many tensor maps the kernel takes."""
+        takes = self.family == "sm90" and self.operation == "attention_forward"
+        return 3 * params.planes(self.dtype, self.precision) if takes else 0
 
     def __str__(self) -> str:
         return f"{self.name} for sm_{self.target}"
@@ -273,7 +279,7 @@ inline constexpr bool {terms};
 }}
 #define KERNEL {variant.name}
 #include "{file}"
-{params.static_asserts(variant.dtype)}"""
+{params.static_asserts(variant.dtype, variant.maps)}"""
 
 
 def _bool(value: bool) -> str:
@@ -559,7 +565,7 @@ def kernel(variant: Variant, device: int) -> Any:
 def _check_parameters(variant: Variant, function: int) -> None:
     """CuPy copies as many bytes of a parameter as the kernel says; hold it to what the host packs."""
     driver = _require("cuda.bindings.driver")
-    expected = params.size(variant.operation, variant.dtype)
+    expected = params.size(variant.operation, variant.dtype, variant.maps)
     try:
         status, _, size = driver.cuFuncGetParamInfo(function, 0)
         second, _, _ = driver.cuFuncGetParamInfo(function, 1)

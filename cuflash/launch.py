@@ -16,12 +16,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuflash import compile, memory, params, tiles
+from cuflash import compile, hopper, memory, params, tiles, tma
 from cuflash.problem import Problem
 
 LOG2E = math.log2(math.e)
 MAX_INT = 2**31 - 1
-_PARAMS = {dtype: np.dtype(f"V{params.size('attention_forward', dtype)}") for dtype in tiles.ITEMSIZE}
 _MERGE_PARAMS = np.dtype(f"V{params.MERGE_SIZE}")
 
 
@@ -34,6 +33,9 @@ class _Launch(NamedTuple):
     block: tuple[int]
     smem_bytes: int
     tail: bytes
+    maps: tuple[hopper.Map, ...]
+    packed: np.dtype[Any]
+    """Of the parameters, as one scalar."""
 
 
 class _Bits(NamedTuple):
@@ -94,10 +96,12 @@ def _input_strides(problem: Problem) -> dict[str, memory.Strides | None]:
 
 
 def workspace_nbytes(problem: Problem, operation: str) -> int:
-    """Bytes of scratch memory of a call: forward, where the grid splits the keys, what each split leaves of a row;
-    backward two numbers a query row, and where one kernel may compute all gradients, a row of sums as wide as its
-    tile and a count for each block of rows."""
+    """Bytes of scratch memory of a call: forward, where the grid splits the keys, what each split leaves of a row, and
+    where float32 is multiplied in planes, those; backward two numbers a query row, and where one kernel may compute all
+    gradients, a row of sums as wide as its tile and a count for each block of rows."""
     if operation != "attention_backward":
+        if sm90 := _sm90(problem):
+            return hopper.scratch(problem, sm90).nbytes
         return memory.split_nbytes(problem, _splits(problem, _family(problem.device)))
     return memory.workspace_of(problem, _fused_tile(problem, _family(problem.device))).nbytes
 
@@ -129,6 +133,14 @@ def _narrow(problem: Problem, family: str) -> _Narrow | None:
     return _Narrow(tile, key_warps, row_blocks, tiles.splits(units, -(-problem.n // tile.block_n), slots))
 
 
+def _sm90(problem: Problem) -> hopper.Forward | None:
+    """How the forward of the sm90 family takes a problem, None where another kernel does."""
+    device = problem.device
+    if not _is_hopper(device) or not _is_plain(problem) or _narrow(problem, _family(device)):
+        return None
+    return hopper.forward(problem, _multiprocessors(device))
+
+
 def _splits(problem: Problem, family: str) -> int:
     """Into how many parts the grid splits the keys of a forward."""
     narrow = _narrow(problem, family)
@@ -152,8 +164,17 @@ def forward(problem: Problem, q: Any, k: Any, v: Any, key_bias: Any, o: Any, lse
     # The problem knows the strides of the inputs.
     o_strides, lse_strides = None if o is None else o.strides, None if lse is None else lse.strides
     bits, family = _Bits(inputs, pointers[4] & 15, vectors), _family(problem.device)
-    plan = _plan_forward(problem, family, o_strides, lse_strides, bits)
-    if nbytes := memory.split_nbytes(problem, _splits(problem, family)):
+    sm90 = _sm90(problem)
+    plan = _plan_forward(problem, family, sm90, o_strides, lse_strides, bits)
+    if sm90 and plan[-1].maps:
+        parts = hopper.scratch(problem, sm90)
+        if parts.nbytes:
+            workspace, start = _scratch(workspace, parts.nbytes)
+            *planes, claims, _ = (start + offset for offset in parts)
+            pointers += [0] * (len(params.TENSORS) - len(planes) - len(pointers)) + [*planes, claims * sm90.claims]
+            if sm90.claims:
+                _clear(claims, 16)
+    elif nbytes := memory.split_nbytes(problem, _splits(problem, family)):
         workspace, split_rows = _scratch(workspace, nbytes)
         pointers += [0] * (len(params.TENSORS) - len(pointers)) + [0, split_rows]
     _run(plan, pointers)
@@ -164,8 +185,6 @@ def backward(
     dq: Any, dk: Any, dv: Any, dkey_bias: Any, workspace: Any,
 ) -> None:  # fmt: skip
     """Fill those of dq, dk, dv and dkey_bias that are not None from inner views."""
-    import cupy
-
     inputs, strides = _describe((q, k, v, key_bias, o, lse, do, dlse))
     results, result_strides = _describe((dq, dk, dv, dkey_bias))
     tiles_in, rows_in = inputs[0] | inputs[1] | inputs[2] | inputs[6], inputs[4] | inputs[6]
@@ -177,9 +196,15 @@ def backward(
     workspace, row_lse = _scratch(workspace, parts.nbytes)
     delta, dq_accum, dq_turn, claims, _ = (row_lse + offset for offset in parts)
     if fused:
-        stream = cupy.cuda.get_current_stream().ptr
-        cupy.cuda.runtime.memsetAsync(dq_accum, 0, claims + 16 - dq_accum, stream)
-    _run(plan, [*inputs, row_lse, delta, *results, dq_accum, dq_turn, claims])
+        _clear(dq_accum, claims + 16 - dq_accum)
+    _run(plan, [*inputs, row_lse, delta, *results, dq_accum, dq_turn, *[0] * len(memory.PLANES), claims])
+
+
+def _clear(address: int, nbytes: int) -> None:
+    """Zeros, in the order of the current stream."""
+    import cupy
+
+    cupy.cuda.runtime.memsetAsync(address, 0, nbytes, cupy.cuda.get_current_stream().ptr)
 
 
 def _scratch(workspace: Any, nbytes: int) -> tuple[Any, int]:
@@ -202,7 +227,8 @@ def _run(plan: Sequence[_Launch], pointers: Sequence[int]) -> None:
     for launch in plan:
         if log:
             print(f"cuflash: {launch.variant}, grid {launch.grid[0]}", file=sys.stderr)
-        packed = np.frombuffer(params.pack(pointers, launch.tail), _PARAMS[launch.variant.dtype])[0]
+        maps = b"".join([tma.encode(pointers[tensor] + offset, box) for tensor, offset, box in launch.maps])
+        packed = np.frombuffer(maps + params.pack(pointers, launch.tail), launch.packed)[0]
         launch.kernel(launch.grid, launch.block, (packed,), shared_mem=launch.smem_bytes)
 
 
@@ -211,10 +237,18 @@ def _run(plan: Sequence[_Launch], pointers: Sequence[int]) -> None:
 
 @lru_cache(maxsize=4096)
 def _plan_forward(
-    problem: Problem, family: str, o_strides: memory.Strides | None, lse_strides: memory.Strides | None, bits: _Bits
+    problem: Problem,
+    family: str,
+    sm90: hopper.Forward | None,
+    o_strides: memory.Strides | None,
+    lse_strides: memory.Strides | None,
+    bits: _Bits,
 ) -> tuple[_Launch, ...]:
     bits.check(problem.dtype)
-    layout = memory.layout_of(problem, {**_input_strides(problem), "o": o_strides, "lse": lse_strides})
+    given = {**_input_strides(problem), "o": o_strides, "lse": lse_strides}
+    if sm90 and (plan := _plan_sm90(problem, sm90, given, bits)):
+        return plan
+    layout = memory.layout_of(problem, given)
     if narrow := _narrow(problem, family):
         return _plan_narrow(problem, family, layout, narrow)
     load = memory.load_kind(problem.dtype, layout, ("q", "k", "v"), bits.loads)
@@ -222,6 +256,28 @@ def _plan_forward(
     blocks = -(-problem.m // variant.tile.block_m)
     vector = memory.load_kind(problem.dtype, layout, ("o",), bits.rows) == "16"
     return (_launch(problem, variant, layout, blocks, store_vector=vector),)
+
+
+def _plan_sm90(
+    problem: Problem, sm90: hopper.Forward, given: Mapping[str, memory.Strides | None], bits: _Bits
+) -> tuple[_Launch, ...] | None:
+    """None where the copy engine cannot follow the arrays."""
+    try:
+        layout = memory.layout_of(problem, given, planes=sm90.planes > 1)
+    except NotImplementedError:  # planes have batch axes of their own
+        return None
+    maps = hopper.maps(problem, layout, sm90)
+    if maps is None or (sm90.planes == 1 and bits.loads % tma.ALIGNMENT):
+        return None
+    vector = memory.load_kind(problem.dtype, layout, ("o",), bits.rows) == "16"
+    main = tiles.sm90_variant(problem.dtype, sm90.tile, problem.precision)
+    launch = _launch(problem, main, layout, 1, store_vector=vector, section=sm90.section, maps=maps)
+    launch = launch._replace(grid=(min(sm90.tiles, _multiprocessors(problem.device)),))
+    if sm90.planes == 1:
+        return (launch,)
+    split = tiles.row_variant("attention_planes", problem.dtype, "strided", "90a", "sm90", problem.precision)
+    blocks = -(-hopper.plane_warps(problem) // split.tile.warps)
+    return _launch(problem, split, layout, 1)._replace(grid=(blocks,)), launch
 
 
 def _plan_narrow(problem: Problem, family: str, layout: memory.Layout, narrow: _Narrow) -> tuple[_Launch, ...]:
@@ -371,6 +427,8 @@ def _launch(
     store_vector: bool = False,
     splits: int = 1,
     key_warps: int = 1,
+    section: int = 1,
+    maps: tuple[hopper.Map, ...] = (),
 ) -> _Launch:
     grid_extents = [1 if i in loop else layout.extents[i] for i in range(memory.MAX_BATCH_AXES)]
     loop_extents = [layout.extents[i] if i in loop else 1 for i in range(memory.MAX_BATCH_AXES)]
@@ -382,6 +440,7 @@ def _launch(
     ints |= {"seqlen_q": problem.m, "seqlen_k": problem.n, "head_dim": problem.d, "value_dim": problem.e}
     ints |= {"band_lo": problem.band.lo, "band_hi": problem.band.hi}
     ints |= {"need": need, "store_vector": int(store_vector), "splits": splits, "key_warps": key_warps}
+    ints |= {"section": section}
     scalars = {
         "scale": problem.scale,
         "exponent_scale": LOG2E if variant.prescaled else _exponent_scale(problem),
@@ -389,8 +448,11 @@ def _launch(
         "softcap": problem.softcap or 0.0,
     }
     kernel = compile.kernel(variant, problem.device)
-    tail = params.pack_tail(layout.strides, ints, scalars, problem.dtype)
-    return _Launch(kernel, variant, (grid,), (variant.tile.threads,), variant.smem_bytes, tail)
+    nbytes = params.size(variant.operation, problem.dtype, variant.maps)
+    without_maps = nbytes - variant.maps * params.TENSOR_MAP_BYTES
+    tail = params.pack_tail(layout.strides, ints, scalars, problem.dtype, without_maps)
+    block, packed = (variant.tile.threads,), np.dtype(f"V{nbytes}")
+    return _Launch(kernel, variant, (grid,), block, variant.smem_bytes, tail, maps, packed)
 
 
 @cache
@@ -409,15 +471,22 @@ def _multiprocessors(device: int) -> int:
 
 
 def _family(device: int) -> str:
-    """The kernel family that runs on a device: ``CUFLASH_FAMILY``, else the best one built for it."""
+    """The family of the kernels that serve every operation on a device: ``CUFLASH_FAMILY``, else the best one."""
     asked = os.environ.get("CUFLASH_FAMILY")
     if asked is None:
         return tiles.best_family(_target(device))
-    if asked not in ("sm75", "sm80"):
-        raise ValueError(f"CUFLASH_FAMILY must be sm75 or sm80, got {asked!r}")
+    if asked not in ("sm75", "sm80", "sm90"):
+        raise ValueError(f"CUFLASH_FAMILY must be sm75, sm80 or sm90, got {asked!r}")
     if asked == "sm80" and _target(device) == "75":
         raise NotImplementedError("CUFLASH_FAMILY=sm80 needs compute capability 8.0, the device has 7.5")
-    return asked
+    if asked == "sm90" and not _is_hopper(device):
+        raise NotImplementedError(f"CUFLASH_FAMILY=sm90 needs compute capability 9.0, this is sm_{_target(device)}")
+    return "sm80" if asked == "sm90" else asked
+
+
+def _is_hopper(device: int) -> bool:
+    """Whether the device has the sm90 family, and nobody asked for another."""
+    return _target(device) == "90a" and os.environ.get("CUFLASH_FAMILY") in (None, "sm90")
 
 
 # Merge

@@ -37,7 +37,18 @@ _VECTORS = ("key_bias", "lse", "dlse", "dkey_bias")
 """Arrays of accumulation dtype with a row axis and no column axis."""
 
 
-def layout_of(problem: Problem, given: Mapping[str, Strides | None], fused: tiles.Tile | None = None) -> Layout:
+PLANES = ("q_planes", "k_planes", "v_planes")
+"""Arrays of the workspace: q, k and v in 16-bit planes."""
+
+
+def plane_pitch(cols: int) -> int:
+    """Elements from row to row of a plane: whole 16 bytes."""
+    return -(-cols // 8) * 8
+
+
+def layout_of(
+    problem: Problem, given: Mapping[str, Strides | None], fused: tiles.Tile | None = None, planes: bool = False
+) -> Layout:
     """Batch axes coalesced over all arrays of the call, workspace included; strides in elements."""
     m, n, d, e = problem.m, problem.n, problem.d, problem.e
     lengths = {"q": (m, d), "k": (n, d), "v": (n, e), "o": (m, e), "key_bias": (n, 1), "lse": (m, 1)}
@@ -64,6 +75,10 @@ def layout_of(problem: Problem, given: Mapping[str, Strides | None], fused: tile
             _contiguous(problem, problem.q_batch, _turn_count(m, fused)),
             (1, 0),
         )
+    for name in PLANES if planes else ():
+        rows, cols = lengths[name] = lengths[name[0]]
+        pitch, own_batch = plane_pitch(cols), shapes[name[0]] or ()
+        batch_strides[name], core_strides[name] = _contiguous(problem, own_batch, rows * pitch), (pitch, 1)
     axes = coalesce(problem.inner_batch, batch_strides)
     return Layout(axes.extents, {name: axes.strides[name] + core_strides[name] for name in batch_strides}, lengths)
 

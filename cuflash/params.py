@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 TENSORS = (
     "q", "k", "v", "key_bias", "o", "lse", "dout", "dlse", "row_lse", "delta", "dq", "dk", "dv", "dkey_bias",
-    "dq_accum", "dq_turn",
+    "dq_accum", "dq_turn", "q_planes", "k_planes", "v_planes",
 )  # fmt: skip
 """Arrays of a call. ``row_lse`` and those after ``dkey_bias`` live in the workspace, as ``delta`` does."""
 
@@ -25,10 +25,13 @@ STRIDES_PER_TENSOR = 5
 INTS = (
     "grid_extent0", "grid_extent1", "grid_extent2", "loop_extent0", "loop_extent1", "loop_extent2",
     "seqlen_q", "seqlen_k", "head_dim", "value_dim", "band_lo", "band_hi", "need", "store_vector",
-    "splits", "key_warps",
+    "splits", "key_warps", "section",
 )  # fmt: skip
 SCALARS = ("scale", "exponent_scale", "lse_scale", "softcap")
 """Of the accumulation dtype."""
+
+TENSOR_MAP_BYTES = 128
+"""Of one tensor map: those of a kernel that takes any come before the rest of its parameters."""
 
 ROW_PADDING = 128
 """Row vectors in the workspace are padded to this many rows, so that a tile of them is loaded unconditionally."""
@@ -49,26 +52,38 @@ _MERGE_TAIL = struct.Struct(f"<2Q{2 + 2 * STRIDES_PER_TENSOR}q7i")
 MERGE_SIZE = (MERGE_PARTS * _MERGE_PART.size + _MERGE_TAIL.size + 7) // 8 * 8
 
 
+def planes(dtype: str, precision: str | None = None) -> int:
+    """How many 16-bit planes kernels of sm_90 take an operand in, as planes.cuh has it: 24 bits of a float in three."""
+    return 1 if dtype in ("float16", "bfloat16") else 3 if precision is None else 2
+
+
 def _scalar(dtype: str) -> str:
     """Struct code of the accumulation dtype of operands of ``dtype``."""
     return "d" if dtype == "float64" else "f"
 
 
-def size(operation: str, dtype: str) -> int:
-    """Bytes of the parameter struct that a kernel of ``operation`` on operands of ``dtype`` takes."""
+def size(operation: str, dtype: str, maps: int = 0) -> int:
+    """Bytes of the parameter struct that a kernel of ``operation`` on operands of ``dtype`` takes, after so many tensor
+    maps."""
     if operation == "attention_merge":
         return MERGE_SIZE
-    return (_POINTERS.size + _TAILS[_scalar(dtype)].size + 7) // 8 * 8
+    own = (_POINTERS.size + _TAILS[_scalar(dtype)].size + 7) // 8 * 8
+    return (maps * TENSOR_MAP_BYTES + own + 63) // 64 * 64 if maps else own
 
 
 def pack_tail(
-    strides: Mapping[str, Sequence[int]], ints: Mapping[str, int], scalars: Mapping[str, float], dtype: str
+    strides: Mapping[str, Sequence[int]],
+    ints: Mapping[str, int],
+    scalars: Mapping[str, float],
+    dtype: str,
+    nbytes: int | None = None,
 ) -> bytes:
-    """The part of the struct that does not change while shapes, strides and options stay the same."""
+    """The part of the struct that does not change while shapes, strides and options stay the same; the whole struct
+    without tensor maps has ``nbytes``."""
     absent = (0,) * STRIDES_PER_TENSOR
     flat = [s for name in TENSORS for s in strides.get(name, absent)]
     tail = _TAILS[_scalar(dtype)].pack(*flat, *(scalars[f] for f in SCALARS), *(ints[i] for i in INTS))
-    return tail.ljust(size("attention_forward", dtype) - _POINTERS.size, b"\0")
+    return tail.ljust((nbytes or size("attention_forward", dtype)) - _POINTERS.size, b"\0")
 
 
 def pack(pointers: Sequence[int], tail: bytes) -> bytes:
@@ -89,8 +104,8 @@ def pack_merge(
     return (packed.ljust(MERGE_PARTS * _MERGE_PART.size, b"\0") + tail).ljust(MERGE_SIZE, b"\0")
 
 
-def static_asserts(dtype: str) -> str:
-    """C++ that fails to compile unless the struct of params.cuh has this layout."""
+def static_asserts(dtype: str, maps: int = 0) -> str:
+    """C++ that fails to compile unless the struct of params.cuh, and the one with tensor maps, have this layout."""
     offset, lines = 0, []
     fields = [(name, 8) for name in (*TENSORS, *SCRATCH)] + [
         (f"{name}_stride", 8 * STRIDES_PER_TENSOR) for name in TENSORS
@@ -103,6 +118,11 @@ def static_asserts(dtype: str) -> str:
     sizes = (
         f"static_assert(sizeof(Params) == {size('attention_forward', dtype)} && sizeof(MergeParams) == {MERGE_SIZE});"
     )
+    if maps:
+        before, whole = maps * TENSOR_MAP_BYTES, size("attention_forward", dtype, maps)
+        sizes += (
+            f"\nstatic_assert(__INTADDR__(&(((TmaParams*)0)->params)) == {before} && sizeof(TmaParams) == {whole});"
+        )
     constants = f"static_assert(kMergeParts == {MERGE_PARTS} && kRowPadding == {ROW_PADDING});"
     # NVRTC has no offsetof; this is the operator its front end defines offsetof with.
     offsetof = "#define CUFLASH_OFFSETOF(field) __INTADDR__(&(((Params*)0)->field))"

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from cuflash import params
+
 if TYPE_CHECKING:
     from cuflash.compile import Variant
 
@@ -66,8 +68,10 @@ class Tile:
     def threads(self) -> int:
         return 32 * self.warps
 
-    def smem_bytes(self, operation: str, dtype: str, precision: str | None = None) -> int:
+    def smem_bytes(self, operation: str, dtype: str, precision: str | None = None, family: str = "sm80") -> int:
         """Dynamic shared memory: ``sizeof(SharedStorage)`` of the kernel, which static_asserts that it agrees."""
+        if family == "sm90":
+            return self._sm90_bytes(params.planes(dtype, precision)) if operation == "attention_forward" else 0
         twice = 2 if self.low_bits and precision is None else 1
         itemsize, accumulator = ITEMSIZE[dtype], accumulator_bytes(dtype)
         q, k = itemsize * self.block_m * self.head_dim, itemsize * self.block_n * self.head_dim
@@ -92,6 +96,15 @@ class Tile:
             + 20 * self.warps,
         }
         return -(-nbytes.get(operation, 0) // 128) * 128  # tiles begin at multiples of 128 bytes
+
+    def _sm90_bytes(self, planes: int) -> int:
+        def panels(rows: int, cols: int) -> int:  # of 64 columns
+            return 2 * planes * rows * -(-cols // 64) * 64
+
+        k, v = panels(self.block_n, self.head_dim), panels(self.block_n, self.value_dim)
+        barriers = 16 * (1 + 2 * self.stages)
+        nbytes = panels(self.block_m, self.head_dim) + self.stages * (k + v) + barriers + 4  # and the tile's number
+        return -(-nbytes // 1024) * 1024  # panels begin at multiples of 1024 bytes
 
 
 def _rows(*rows: tuple[int, ...]) -> dict[int, Tile]:
@@ -261,6 +274,26 @@ TABLES: dict[str, dict[str, dict[int, dict[int, Tile]]]] = {
     },
 }
 
+SM90_FORWARD: dict[tuple[str, str | None], dict[int, Tile]] = {
+    ("16 bits", None): _rows(
+        (64, 192, 128, 2, 16),
+        (96, 192, 96, 2, 16),
+        (128, 128, 128, 2, 12),  # 160 and 176 keys were no faster
+        (192, 128, 96, 2, 12),
+        (256, 128, 80, 2, 12),
+    ),
+    ("float32", None): _rows(
+        (64, 128, 96, 2, 12),  # as three warpgroups, or 64 keys
+        (128, 128, 80, 1, 12),  # 5 percent over 64 keys
+    ),
+    ("float32", "tf32"): _rows(
+        (64, 192, 96, 2, 16),  # 5 percent over 64 keys
+        (128, 128, 80, 2, 12),
+    ),
+}
+"""Rows of the forward of the sm90 family by kind of operand and precision. All are plain and take tensor maps. Of the
+warps four are the producer's; a consumer's warpgroup has 64 query rows."""
+
 GENERAL = {
     ("16 bits", "attention_forward"): _rows((64, 128, 64, 1, 4), (128, 64, 64, 1, 4)),
     ("16 bits", "attention_backward_dq"): _rows((64, 64, 64, 2, 4), (256, 64, 16, 1, 4)),
@@ -281,6 +314,7 @@ PRECISE: dict[tuple[str | None, str], dict[int, dict[int, Tile]]] = {
 """Rows of a precision in place of its dtype's, for variants without score terms, by class of shared memory."""
 
 SPILLS = {
+    ("16 bits", "attention_forward_sm90", 256): 384,  # 814 TFLOP/s where the portable kernel has 330
     ("16 bits", FUSED, 64): 64,  # in order 1.14 of FlashAttention-2; 1.04 with the next best row
     ("16 bits", FUSED, 128): 64,  # 1.23 against 1.08
     ("16 bits", FUSED, 256): 64,  # 0.97; 0.84 with one stage, which spilled as much
@@ -300,6 +334,13 @@ SPILLS = {
     ("float64", "attention_backward_dq", 256): 128,
 }
 """Bytes that rows may spill, by kind, operation and head dim: those that are faster so than any that does not."""
+
+
+def may_spill(variant: Variant) -> int:
+    """Bytes that a variant may spill."""
+    operation = variant.operation + ("_sm90" if variant.family == "sm90" else "")
+    return SPILLS.get((kind(variant.dtype), operation, variant.tile.head_dim), 0)
+
 
 _HALVES = ("attention_backward_dk", "attention_backward_dv")
 KEY_GRADIENTS = ("attention_backward_dkv", *_HALVES)
@@ -443,8 +484,19 @@ def has_unordered(dtype: str) -> bool:
 
 
 def best_family(target: str) -> str:
-    """The best kernel family built for a target."""
+    """The best kernel family built for a target that has every operation."""
     return "sm75" if target == "75" else "sm80"
+
+
+def families(target: str) -> tuple[str, ...]:
+    """The families that a target's GPUs use unless told otherwise. That of sm_90 has the forward alone."""
+    return ("sm90", "sm80") if target == "90a" else (best_family(target),)
+
+
+def sm90_forward(dtype: str, precision: str | None, features: int) -> Tile | None:
+    """The tile of the sm90 family's forward for at most so many features, None where it has none."""
+    rows = SM90_FORWARD.get((kind(dtype), precision), {})
+    return next((rows[d] for d in sorted(rows) if d >= features), None)
 
 
 def dtypes(target: str, family: str) -> tuple[str, ...]:
@@ -477,16 +529,37 @@ def variant(
     return Variant(operation, family, target, dtype, dtype, t, scores, load, not plain, ordered, precision)
 
 
-def row_variant(operation: str, dtype: str, load: str, target: str, family: str) -> Variant:
+def row_variant(
+    operation: str, dtype: str, load: str, target: str, family: str, precision: str | None = None
+) -> Variant:
     """A kernel that works on rows, not tiles."""
     from cuflash.compile import Variant
 
-    return Variant(operation, family, target, dtype, dtype, ROW_KERNEL, (), load, False)
+    return Variant(operation, family, target, dtype, dtype, ROW_KERNEL, (), load, False, precision=precision)
+
+
+def sm90_variant(dtype: str, tile: Tile, precision: str | None) -> Variant:
+    """The kernel of a row of `SM90_FORWARD`."""
+    from cuflash.compile import Variant
+
+    return Variant("attention_forward", "sm90", "90a", dtype, dtype, tile, (), "16", False, precision=precision)
+
+
+def _sm90_variants() -> list[Variant]:
+    found = []
+    for (kind_of, precision), rows in SM90_FORWARD.items():
+        for dtype in (dtype for dtype in ITEMSIZE if kind(dtype) == kind_of):
+            found += [sm90_variant(dtype, row, precision) for row in rows.values()]
+            if params.planes(dtype, precision) > 1:
+                found.append(row_variant("attention_planes", dtype, "strided", "90a", "sm90", precision))
+    return found
 
 
 @lru_cache
 def variants(target: str, family: str) -> list[Variant]:
-    """Every variant that the launcher can ask for on this target, in a fixed order."""
+    """Every variant of a family that the launcher can ask for on this target, in a fixed order."""
+    if family == "sm90":
+        return _sm90_variants()
     found = []
     for dtype in dtypes(target, family):
         for operation, load in ((o, x) for o in TABLES[kind(dtype)] if o not in (FUSED, NARROW) for x in loads(dtype)):

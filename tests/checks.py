@@ -41,14 +41,14 @@ def compiled_kernels() -> None:
 @functools.cache
 def _compile_kernels() -> None:
     target = gpu_cases.target()
-    families = ("sm75",) if target == "75" else MMA_DEPTH
+    families = dict.fromkeys((*tiles.families(target), "sm75"))
     errors = compile.compile_all(variant for family in families for variant in tiles.variants(target, family))
     assert not errors, str(errors[0])
 
 
 TILE = (64, 64)
 """Tile of the host specification when it stands for a kernel: a middling one of the tables."""
-MMA_DEPTH = {"sm80": 16, "sm75": 8}
+MMA_DEPTH = {"sm90": 16, "sm80": 16, "sm75": 8}
 
 
 def tf32_chains() -> tuple[int, int]:

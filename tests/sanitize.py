@@ -26,9 +26,10 @@ from typing import Any
 
 import numpy as np
 from backends import GPU, acc_dtype, bits_dtype, normal
-from gpu_cases import most_features
+from gpu_cases import most_features, target
 
 import cuflash
+from cuflash import hopper
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ PROBLEMS = (
     Problem(20, 300, 16, 16, dtype="float32", options={"window": (40, 8), "align": "bottom-right"}),
     Problem(20, 300, 12, 16, dtype="float64", key_bias=True),
 )
-FAMILIES = ("sm80", "sm75")
+FAMILIES = ("sm90", "sm80", "sm75")
 TOLERANCE = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 1e-4, "tf32": 1e-2, "float64": 1e-11}
 """Of the largest magnitude: wide enough for any rounding, narrow enough for a wrong element."""
 
@@ -85,8 +86,8 @@ def tolerance(problem: Problem) -> float:
 
 def serves(family: str, problem: Problem) -> bool:
     """Whether the kernels of a family take a problem here."""
-    fits = max(problem.d, problem.e) <= most_features(problem.dtype, family)
-    return fits and (family == "sm80" or "precision" not in problem.options)
+    fits = max(problem.d, problem.e) <= most_features(problem.dtype, "sm75" if family == "sm75" else "sm80")
+    return fits and (family != "sm75" or "precision" not in problem.options)
 
 
 def upload(values: np.ndarray, shift: int = 0) -> Any:
@@ -129,7 +130,10 @@ def main() -> None:
     GPU.xp.cuda.set_allocator(None)
     # So that the kernel for all gradients also takes problems too small to gain from it.
     cuflash.calls.launcher()._multiprocessors = lambda device: 1
+    hopper.WORTH_PLANES = hopper.SHORT_ROWS = 0  # nor for those of the sm90 family
     for family in FAMILIES:
+        if family == "sm90" and target() != "90a":
+            continue
         os.environ["CUFLASH_FAMILY"] = family
         for problem in PROBLEMS:
             if not serves(family, problem) or not any(word in str(problem) for word in sys.argv[1:] or [""]):

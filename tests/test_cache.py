@@ -25,7 +25,7 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Tiny kernels and an empty store in ``tmp_path``, for this process."""
     folder = tiny.write_kernels(tmp_path / "kernels")
     monkeypatch.setattr(compile, "kernels_dir", lambda: folder)
-    monkeypatch.setattr(params, "static_asserts", lambda dtype: "")
+    monkeypatch.setattr(params, "static_asserts", lambda dtype, maps: "")
     monkeypatch.setattr(compile, "_temporary", None)
     monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path / "store"))
     return folder

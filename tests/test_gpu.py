@@ -33,7 +33,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash import tiles
+from cuflash import hopper, tiles
 
 pytestmark = pytest.mark.gpu
 BACKEND = GPU
@@ -67,6 +67,31 @@ def plain(case: Case) -> Case:
     return replace(case, **shapes, key_bias=None, options=options)
 
 
+@contextmanager
+def hopper_kernels() -> Iterator[list[str]]:
+    """Make the launcher take the sm90 family also for problems too small to gain from it.
+
+    Yields the families of the kernels that are launched meanwhile.
+    """
+    if target() != "90a":
+        pytest.skip(f"the sm90 family needs compute capability 9.0, this GPU is an sm_{target()}")
+    launch = cuflash.calls.launcher()
+    launched: list[str] = []
+    run = launch._run
+
+    def recorded(plan: Any, pointers: Any) -> None:
+        launched.extend(x.variant.family for x in plan)
+        run(plan, pointers)
+
+    with family("sm90"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hopper, "WORTH_PLANES", 0)
+        patch.setattr(hopper, "SHORT_ROWS", 0)
+        patch.setattr(launch, "_run", recorded)
+        hopper.forward.cache_clear()
+        yield launched
+    hopper.forward.cache_clear()
+
+
 needs = st.one_of(st.none(), st.lists(st.sampled_from(("q", "k", "v", "key_bias")), min_size=1, unique=True).map(tuple))
 upstream = st.sampled_from(((True, False), (True, True), (False, True)))
 """Whether there is a do, and a dlse."""
@@ -87,6 +112,57 @@ def test_forward_sm80(case: Case) -> None:
 def test_forward_sm75(case: Case) -> None:
     with family("sm75"):
         check_forward(BACKEND, case, "sm75")
+
+
+@examples(600)
+@given(case=cases("sm80", "attention").map(plain))
+def test_forward_sm90(case: Case) -> None:
+    with hopper_kernels() as launched:
+        check_forward(BACKEND, case, "sm90" if tiles.kind(case.dtype) != "float64" else "sm80")
+    event(f"sm90: {'sm90' in launched}")
+
+
+@pytest.mark.parametrize("precision", [None, "tf32"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize(("d", "e"), [(64, 64), (128, 128), (40, 128), (104, 8), (192, 128), (256, 256)])
+def test_the_sm90_family_takes_what_it_is_for(dtype: str, precision: str | None, d: int, e: int) -> None:
+    """Lengths that no block divides, a band, broadcast keys, rows without keys, more tiles than CTAs."""
+    if precision and dtype != "float32":
+        pytest.skip("precision is float32's")
+    if dtype == "float32" and max(d, e) > 128:
+        pytest.skip("planes of more than 128 features do not fit shared memory")
+    more = {"precision": precision} if precision else {}
+    band = {"causal": True, "align": "bottom-right", **more}
+    for heads, m, n, options in (
+        (3, 333, 517, more),
+        (3, 517, 333, band),
+        (150, 400, 170, band | {"window": (100, 7)}),
+    ):
+        case = Case(dtype, (heads, m, d), (1, n, d), (1, n, e), None, options, {}, "normal", 7)
+        with hopper_kernels() as launched:
+            check_forward(BACKEND, case, "sm90")
+        assert set(launched) == {"sm90"}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_gradients_after_a_forward_of_the_sm90_family(dtype: str) -> None:
+    """The backward forms its scores in another way than the forward did."""
+    for values in ("normal", "wide"):
+        case = Case(dtype, (2, 300, 64), (2, 300, 64), (2, 300, 64), None, {"causal": True}, {}, values, 3)
+        with hopper_kernels() as launched:
+            check_backward(BACKEND, case, "sm90", None, True, True)
+        assert "sm90" in launched
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_sm90_family_gives_the_same_bits_every_time(dtype: str) -> None:
+    """Whichever CTA takes a tile."""
+    rng = np.random.default_rng(1)
+    q, k, v = (put(BACKEND, normal(rng, (40, 900, 128), dtype)) for _ in range(3))
+    with hopper_kernels() as launched:
+        first = BACKEND.get(cuflash.attention(q, k, v, causal=True))
+        assert all(same_bits(BACKEND.get(cuflash.attention(q, k, v, causal=True)), first) for _ in range(50))
+    assert set(launched) == {"sm90"}
 
 
 @examples(600)

@@ -4,6 +4,7 @@
 #include "blocks.cuh"
 #include "epilogue.cuh"
 #include "locate.cuh"
+#include "mask.cuh"
 #include "pipeline.cuh"
 #include "product.cuh"
 #include "softmax.cuh"
@@ -33,19 +34,6 @@ static_assert(sizeof(SharedStorage) == kSmemBytes, "the tile table counts the sa
 
 using Scores = Fragment<kMTiles, kWarpKeys>;
 using OutputRows = Fragment<kMTiles, kWarpFeatures>;
-
-// The masks, by the first and the last column that a row sees: a comparison with a known number and a choice for each
-// element, and once more only where a window begins in the tile.
-__device__ __forceinline__ void mask_by_limits(Scores& s, const Params& params, int row0, int key0) {
-  const int lane_key0 = key0 + 2 * (lane_id() % 4);
-  int limit[kSlots];
-  Scores::for_each_row(
-      [&](int r, int row) { limit[r] = min_of(row0 + row + params.band_hi, params.seqlen_k - 1) - lane_key0; });
-  s.for_each_lane_column([&](Accumulator& x, int slot, int col) { x = col <= limit[slot] ? x : neg_inf(); });
-  if (row0 + 16 * kMTiles - 1 + params.band_lo <= key0) return;
-  Scores::for_each_row([&](int r, int row) { limit[r] = row0 + row + params.band_lo - lane_key0; });
-  s.for_each_lane_column([&](Accumulator& x, int slot, int col) { x = col >= limit[slot] ? x : neg_inf(); });
-}
 
 // Score terms and, unless the whole block is seen, masks; row0 and key0 are the first of the warp's tile.
 template <bool kMasked>

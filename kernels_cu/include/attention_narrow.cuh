@@ -1,7 +1,7 @@
-// Forward for few features: exponentials and multiply-adds bound it, so rows are whole in registers and keys lie feature
-// by feature (narrow_rows.cuh, feature_tile.cuh). Warps of a CTA share out rows and, where rows are few, keys; the grid
-// shares out rows and, where those are too few for the device, parts of the keys. Both numbers are the launch's: one
-// kernel serves a million queries and a single one. Merged are (o, lse), in order.
+// Forward for few features: exponentials and multiply-adds bound it, so rows are whole in registers and keys lie
+// feature by feature (narrow_rows.cuh, feature_tile.cuh). Warps of a CTA share out rows and, where rows are few, keys;
+// the grid shares out rows and, where those are too few for the device, parts of the keys. Both numbers are the
+// launch's: one kernel serves a million queries and a single one. Merged are (o, lse), in order.
 // The outline is host.py's: locate; key blocks; load q; step; finish; epilogue.
 #pragma once
 #include "blocks.cuh"

@@ -12,6 +12,10 @@ __device__ __forceinline__ int work_index() {
   return index;
 }
 
+__device__ __forceinline__ int owned_count(const Params& params) {
+  return params.grid_extent0 * params.grid_extent1 * params.grid_extent2;
+}
+
 // The tile and the owned batch position that a CTA works on.
 struct Work {
   int block, owned;
@@ -28,6 +32,12 @@ struct SplitWork {
 __device__ __forceinline__ SplitWork locate_split_rows(int m_blocks, int splits) {
   const int index = work_index(), rest = index / m_blocks;
   return {m_blocks - 1 - index % m_blocks, rest % splits, rest / splits};
+}
+// Tile `index` of all, longest first within a section of batch positions whose K and V the L2 holds at once.
+__device__ __forceinline__ Work locate_section_rows(const Params& params, int m_blocks, int index) {
+  const int of_section = params.section * m_blocks, section = index / of_section, rest = index % of_section;
+  const int first = section * params.section, count = min_of(params.section, owned_count(params) - first);
+  return {m_blocks - 1 - rest / count, first + rest % count};
 }
 __device__ __forceinline__ Work locate_keys(int n_blocks) {
   const int index = work_index();
@@ -47,9 +57,6 @@ __device__ __forceinline__ BatchIndex batch_index(const Params& params, int owne
   const BatchIndex g = unravel(owned, params.grid_extent1, params.grid_extent2),
                    l = unravel(summed, params.loop_extent1, params.loop_extent2);
   return {{g.i[0] + l.i[0], g.i[1] + l.i[1], g.i[2] + l.i[2]}};
-}
-__device__ __forceinline__ int owned_count(const Params& params) {
-  return params.grid_extent0 * params.grid_extent1 * params.grid_extent2;
 }
 __device__ __forceinline__ int loop_count(const Params& params) {
   return params.loop_extent0 * params.loop_extent1 * params.loop_extent2;

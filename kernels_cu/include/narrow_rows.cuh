@@ -1,11 +1,12 @@
 // The rows of one warp where features are few: every lane holds all rows whole and takes keys of its own, so scores are
 // plain multiply-adds and nothing is exchanged until sums are moved to the rows' totals in shared memory.
 //
-// A step of keys goes one of two ways. The fast one bets that no reference has to move: the exponents of 2 come straight
-// out of the multiply-adds, which start from minus the reference, with scale * log2(e) already in q; the sums of the step
-// tell whether the bet holds, before anything is kept. The careful one is the online softmax of softmax.cuh, in natural
-// units, with masks, row by row on the totals; it takes the keys that the fast one may not or could not do. Both give
-// p within the rounding of the scores; products that overflow before they are scaled do so in the careful one alone.
+// A step of keys goes one of two ways. The fast one bets that no reference has to move: the exponents of 2 come
+// straight out of the multiply-adds, which start from minus the reference, with scale * log2(e) already in q; the sums
+// of the step tell whether the bet holds, before anything is kept. The careful one is the online softmax of
+// softmax.cuh, in natural units, with masks, row by row on the totals; it takes the keys that the fast one may not or
+// could not do. Both give p within the rounding of the scores; products that overflow before they are scaled do so in
+// the careful one alone.
 #pragma once
 #include "feature_tile.cuh"
 #include "row_sums.cuh"
@@ -25,8 +26,8 @@ struct BetDouble {  // on high words: a comparison of doubles would take the pip
 };
 using Bet = ConditionalType<sizeof(Accumulator) == 8, BetDouble, BetFloat>;
 
-// A warp's rows in shared memory: what has been summed of each, and minus its reference as an exponent of 2. That is NaN
-// where no bet may be made on it, and loses any bet as +inf where the row has no key so far.
+// A warp's rows in shared memory: what has been summed of each, and minus its reference as an exponent of 2. That is
+// NaN where no bet may be made on it, and loses any bet as +inf where the row has no key so far.
 template <int kRows, int kFeatures>
 struct WarpTotals {
   RowSums<kFeatures> row[kRows];
@@ -98,7 +99,8 @@ class NarrowRows {
     return true;
   }
 
-  // The same for keys of which some may not exist or not be seen, the first being `key`; `row0` is the warp's first row.
+  // The same for keys of which some may not exist or not be seen, the first being `key`; `row0` is the warp's first
+  // row.
   template <class Tile>
   __device__ __forceinline__ void careful_step(const Params& params, const volatile Bases& bases, int row0, int key,
                                                u32 at, Totals& totals) {
@@ -208,8 +210,8 @@ class NarrowRows {
     return x;
   }
 
-  // Sums over all lanes: each exchange halves how many of kCount a lane holds, of twice as many keys. Lane i is left with
-  // those from number i * kCount / 32 on.
+  // Sums over all lanes: each exchange halves how many of kCount a lane holds, of twice as many keys. Lane i is left
+  // with those from number i * kCount / 32 on.
   template <int kCount, int kLanes, int kSize>
   static __device__ __forceinline__ void fold(Accumulator (&x)[kSize]) {
     constexpr int kHalf = kCount / 2;

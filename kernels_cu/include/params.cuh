@@ -27,13 +27,18 @@ struct Params {
   void* dv;                     // as v
   Accumulator* dkey_bias;       // as key_bias
   // Workspace of the fused backward: dq / scale in 16-row tiles of the tile head dim, in register order; for each block
-  // of query rows, how many CTAs have added to it; and how many CTAs have claimed work.
+  // of query rows, how many CTAs have added to it.
   Accumulator* dq_accum;
   int* dq_turn;
-  int* claims;
+  // Workspace of a forward of floats on sm_90: planes of q, k and v, (planes, batch, rows, columns padded to 16 bytes).
+  void* q_planes;
+  void* k_planes;
+  void* v_planes;
+  int* claims;              // workspace: how much work has been claimed; null where each CTA's is known
   Accumulator* split_rows;  // workspace of a forward whose keys are split: (splits, batch, seqlen_q, 2 + value_dim)
   Strides q_stride, k_stride, v_stride, key_bias_stride, o_stride, lse_stride, dout_stride, dlse_stride, row_lse_stride,
-      delta_stride, dq_stride, dk_stride, dv_stride, dkey_bias_stride, dq_accum_stride, dq_turn_stride;
+      delta_stride, dq_stride, dk_stride, dv_stride, dkey_bias_stride, dq_accum_stride, dq_turn_stride, q_planes_stride,
+      k_planes_stride, v_planes_stride;
   Accumulator scale;
   Accumulator exponent_scale;  // c: the factor from a score to the exponent of 2
   Accumulator lse_scale;       // the factor from a score to natural units
@@ -47,6 +52,7 @@ struct Params {
   int need;                 // bits of Need
   int store_vector;         // outputs of this launch take 16-byte stores
   int splits, key_warps;    // into how many parts the grid takes the keys, and the warps of a CTA each of those
+  int section;              // batch positions whose K and V the L2 holds at once
 };
 
 struct MergePart {

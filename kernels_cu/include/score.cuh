@@ -31,8 +31,9 @@ struct KeyBias {
 };
 
 // The terms before the masks, in their order, of a (query, key) that exists: the final score and its slope with respect
-// to scale * q.k. The product is rounded by itself: forward and backward must form the same score, as they do
-// where the same products made it: not for few features of float32, which the forward multiplies without tensor cores.
+// to scale * q.k. The product is rounded by itself: forward and backward must form the same score, as they do where the
+// same products made it: not in float32 where the forward multiplies without tensor cores (few features) or in planes
+// (sm_90).
 __device__ __forceinline__ ValueAndSlope apply_terms(const Params& params, Accumulator s, Accumulator bias) {
   if constexpr (kPrescaled) s = mul_rn(s, params.scale);
   ValueAndSlope r{s, 1};

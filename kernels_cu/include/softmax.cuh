@@ -75,6 +75,27 @@ struct OnlineSoftmax {
   // hold other columns of the same rows agree.
   template <int kCols, int kOCols, class Share>
   __device__ __forceinline__ void update(Fragment<kMTiles, kCols>& s, Fragment<kMTiles, kOCols>& o, Share share) {
+    update(s, share, [&](const Accumulator(&rescale)[kRows]) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) o.for_each_in_row(r, [&](Accumulator& x) { x *= rescale[r]; });
+    });
+  }
+  // The same, where o is not to be touched yet: whether it has to be rescaled, and by what.
+  template <int kCols>
+  __device__ __forceinline__ bool update(Fragment<kMTiles, kCols>& s, Accumulator (&rescale)[kRows]) {
+    bool moved = false;
+    update(
+        s, [](Accumulator(&)[kRows]) {},
+        [&](const Accumulator(&by)[kRows]) {
+          moved = true;
+#pragma unroll
+          for (int r = 0; r < kRows; ++r) rescale[r] = by[r];
+        });
+    return moved;
+  }
+
+  template <int kCols, class Share, class Rescale>
+  __device__ __forceinline__ void update(Fragment<kMTiles, kCols>& s, Share share, Rescale rescale_o) {
     Accumulator max[kRows], mc[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -90,7 +111,7 @@ struct OnlineSoftmax {
       mc[r] = mul_rn(row_max[r], c);
       rare |= is_large(mc[r]) || Reference::moves(row_max[r], max[r], c);
     }
-    if (__any_sync(kFullWarp, rare)) move_references(s, o, max, mc);
+    if (__any_sync(kFullWarp, rare)) move_references(s, max, mc, rescale_o);
     bool far = false;
 #pragma unroll
     for (int r = 0; r < kRows; ++r)
@@ -122,9 +143,10 @@ struct OnlineSoftmax {
   }
 
   // The rare part of update(): references move, and large ones leave the scores before the FMA does.
-  template <int kCols, int kOCols>
-  __device__ __forceinline__ void move_references(Fragment<kMTiles, kCols>& s, Fragment<kMTiles, kOCols>& o,
-                                                  const Accumulator (&max)[kRows], Accumulator (&mc)[kRows]) {
+  template <int kCols, class Rescale>
+  __device__ __forceinline__ void move_references(Fragment<kMTiles, kCols>& s, const Accumulator (&max)[kRows],
+                                                  Accumulator (&mc)[kRows], Rescale rescale_o) {
+    Accumulator rescale[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const Reference old(row_max[r], c);
@@ -136,10 +158,10 @@ struct OnlineSoftmax {
         s.for_each_in_row(r, [&](Accumulator& x) { x -= now.m; });
         mc[r] = 0;
       }
-      const Accumulator rescale = now.rescale_from(old, exp2);
-      row_sum[r] *= rescale;
-      o.for_each_in_row(r, [&](Accumulator& x) { x *= rescale; });
+      rescale[r] = now.rescale_from(old, exp2);
+      row_sum[r] *= rescale[r];
     }
+    rescale_o(rescale);
   }
 };
 

@@ -1,0 +1,100 @@
+// Products of a warpgroup, issued and not waited for: wgmma on tiles that the copy engine has brought with the 128-byte
+// swizzle, which is SharedTile's.
+//
+// Floats come as planes (planes.cuh). Of the products of planes those are formed that matter to a float, the smallest
+// first: tensor cores cut off what a sum cannot hold, and so lose least.
+#pragma once
+#include "fragment.cuh"
+#include "planes.cuh"
+#include "ptx/wgmma.cuh"
+#include "shared.cuh"
+
+namespace cuflash {
+
+using Plane = ConditionalType<kPlanes == 1, Operand, BFloat16>;
+
+// What the copy engine writes: panels of 64 columns, from multiples of 1024 bytes on.
+template <int kRows, int kCols>
+struct alignas(1024) PanelTile : SharedTile<Plane, kRows, 64 * ceil_div(kCols, 64)> {
+  static constexpr int kPanels = ceil_div(kCols, 64);
+  static_assert(kRows % 8 == 0, "panels are whole repetitions of the swizzle");
+};
+
+// Shared memory as wgmma names it: the address, the distance of panels where columns run across them, that of bands of
+// 8 rows, and the swizzle.
+__device__ __forceinline__ u64 describe(const void* tile, int panel_bytes) {
+  return u64(shared_address(tile) >> 4) | u64(panel_bytes >> 4) << 16 | u64(1024 >> 4) << 32 | u64(1) << 62;
+}
+
+// The planes of the left and the right operand in a product.
+struct PlanePair {
+  int a, b;
+};
+constexpr int kPlanePairs = kPlanes * (kPlanes + 1) / 2;
+// By ascending size. Left out are those that a float would not keep: planes 1 and 2 of three, or 1 and 1 of two.
+constexpr PlanePair plane_pair(int number) {
+  for (int total = kPlanes - 1; total >= 0; --total)
+    for (int a = 0; a <= total; ++a)
+      if (number-- == 0) return {a, total - a};
+  return {0, 0};
+}
+
+template <int kCols>
+__device__ __forceinline__ float (&registers(Fragment<1, kCols>& f))
+    [kCols / 2] { return reinterpret_cast<float (&)[kCols / 2]>(f.x); }
+
+// s = A B^T: 64 rows of A from row0 on.
+template <int kDepth, int kCols, class TileA, class TileB>
+__device__ __forceinline__
+    void issue_nt(Fragment<1, kCols>& s, const TileA (&a_smem)[kPlanes], int row0, const TileB (&b_smem)[kPlanes]) {
+  wgmma_fence();
+#pragma unroll
+  for (int pair = 0; pair < kPlanePairs; ++pair) {
+    const PlanePair planes = plane_pair(pair);
+    const u64 a = describe(&a_smem[planes.a], 16) + (row0 * 128 >> 4), b = describe(&b_smem[planes.b], 16);
+#pragma unroll
+    for (int k = 0; k < kDepth / 16; ++k) {
+      const int panel = k / 4, step = k % 4 * (32 >> 4);  // 16 columns are 32 bytes
+      Wgmma<kCols>::nt(registers(s), a + (step + panel * (TileA::kPanelBytes >> 4)),
+                       b + (step + panel * (TileB::kPanelBytes >> 4)), pair + k > 0, Plane{});
+    }
+  }
+  wgmma_commit();
+}
+
+// Accumulators as the left operand.
+template <int kDepth>
+struct OperandA {
+  u32 x[kPlanes][kDepth / 16][4];
+
+  __device__ __forceinline__ void from(const Fragment<1, kDepth>& f) {
+#pragma unroll
+    for (int k = 0; k < kDepth / 16; ++k)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float (&pair)[4] = f.x[0][2 * k + i / 2];
+        u32 planes[kPlanes];
+        split_pair<Plane>(pair[i % 2 * 2], pair[i % 2 * 2 + 1], planes);
+#pragma unroll
+        for (int plane = 0; plane < kPlanes; ++plane) x[plane][k][i] = planes[plane];
+      }
+  }
+};
+
+// o += A B, or o = A B where the sum begins.
+template <int kDepth, int kCols, class TileB>
+__device__ __forceinline__ void issue_nn(Fragment<1, kCols>& o, const OperandA<kDepth>& a,
+                                         const TileB (&b_smem)[kPlanes], bool begins) {
+  wgmma_fence();
+#pragma unroll
+  for (int pair = 0; pair < kPlanePairs; ++pair) {
+    const PlanePair planes = plane_pair(pair);
+    const u64 b = describe(&b_smem[planes.b], TileB::kPanelBytes);
+#pragma unroll
+    for (int k = 0; k < kDepth / 16; ++k)
+      Wgmma<kCols>::nn(registers(o), a.x[planes.a][k], b + k * (16 * 128 >> 4), pair + k > 0 || !begins, Plane{});
+  }
+  wgmma_commit();
+}
+
+}  // namespace cuflash

@@ -1,0 +1,56 @@
+// Buffers between the warp that has tiles copied and the warpgroups that multiply them.
+#pragma once
+#include "params.cuh"
+#include "planes.cuh"
+#include "ptx/tma.cuh"
+
+namespace cuflash {
+
+// What a kernel of sm_90 takes: cuflash/params.py puts the maps before the rest.
+struct TmaParams {
+  TensorMap q[kPlanes], k[kPlanes], v[kPlanes];
+  Params params;
+};
+
+// Of one buffer: whether it is full, by the producer's arrival and the bytes it expects, and whether it is empty again.
+struct BufferBarriers {
+  u64 full, empty;
+
+  // One thread.
+  __device__ __forceinline__ void start(int consumers) {
+    mbarrier_init(full, 1);
+    mbarrier_init(empty, consumers);
+  }
+};
+
+__device__ __forceinline__ void await(const u64& barrier, u32 parity) {
+  while (!mbarrier_test(barrier, parity)) {
+  }
+}
+
+// Where a side of a ring of kStages buffers is: buffers are used in turns.
+template <int kStages>
+struct RingIndex {
+  int stage = 0;
+  u32 parity = 0;  // of the phase in which the buffer is filled
+
+  __device__ __forceinline__ void next() {
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+};
+
+// The producer's: the tile at `row` of a batch, as soon as the buffer is empty.
+template <class Tile>
+__device__ __forceinline__ void fill(Tile (&smem)[kPlanes], BufferBarriers& barriers, u32 parity,
+                                     const TensorMap (&map)[kPlanes], int row, const int (&batch)[3]) {
+  await(barriers.empty, parity ^ 1);
+  mbarrier_arrive_expect(barriers.full, sizeof(smem));
+#pragma unroll
+  for (int plane = 0; plane < kPlanes; ++plane)
+#pragma unroll
+    for (int panel = 0; panel < Tile::kPanels; ++panel)
+      tma_load(shared_address(&smem[plane]) + panel * Tile::kPanelBytes, map[plane], barriers.full, 64 * panel, row,
+               batch);
+}
+
+}  // namespace cuflash

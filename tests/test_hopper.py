@@ -1,0 +1,113 @@
+"""The sm90 family's forward on paper: what it takes, its scratch memory, and arrays as the copy engine sees them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from test_problem import describe
+
+from cuflash import hopper, memory, params, problem, tiles, tma
+
+SMS = 132
+
+
+def of_shape(m: int, n: int, d: int, dtype: Any = np.float32, heads: int = 1, **options: Any) -> problem.Problem:
+    q, k = np.zeros((heads, m, d), dtype), np.zeros((heads, n, d), dtype)
+    return describe(q, k, k, **options)
+
+
+def test_a_box_has_the_axes_of_the_array_from_columns_to_batch() -> None:
+    box = tma.box("float16", (1000, 64), (2, 3, 4), (3 * 4 * 64000, 4 * 64000, 64000, 64, 1), 128)
+    assert box == tma.Box("float16", (64, 1000, 4, 3, 2), (128, 128000, 512000, 1536000), 128)
+
+
+def test_a_broadcast_axis_of_a_box_is_there_once() -> None:
+    box = tma.box("bfloat16", (10, 8), (5, 3, 1), (0, 80, 0, 8, 1), 64)
+    assert box is not None and box.extents == (8, 10, 1, 3, 1)
+    assert all(stride % tma.ALIGNMENT == 0 and stride > 0 for stride in box.strides)
+
+
+@pytest.mark.parametrize(
+    ("what", "strides"),
+    [
+        ("columns apart", (0, 0, 0, 64, 2)),
+        ("rows that are no multiple of 16 bytes apart", (0, 0, 0, 36, 1)),
+        ("rows backwards", (0, 0, 0, -64, 1)),
+        ("one row again and again", (0, 0, 0, 0, 1)),
+        ("batches backwards", (0, 0, -6400, 64, 1)),
+        ("batches too far apart", (0, 0, 1 << 39, 64, 1)),
+    ],
+)
+def test_the_copy_engine_cannot_follow(what: str, strides: tuple[int, ...]) -> None:
+    assert tma.box("float16", (100, 32), (1, 1, 2), strides, 64) is None, what
+
+
+def test_one_column_has_no_stride_to_speak_of() -> None:
+    assert tma.box("float16", (100, 1), (1, 1, 1), (0, 0, 0, 8, 5), 64) is not None
+
+
+def test_planes_are_made_where_they_pay() -> None:
+    assert hopper.forward(of_shape(4096, 4096, 128), SMS)
+    assert hopper.forward(of_shape(1, 1 << 20, 128), SMS) is None, "few queries"
+    assert hopper.forward(of_shape(1 << 17, 20, 128), SMS) is None, "few keys"
+    assert hopper.forward(of_shape(1 << 14, 1 << 14, 128, window=(16, 0)), SMS) is None, "few keys in the window"
+    assert hopper.forward(of_shape(4096, 4096, 136), SMS) is None, "no room in shared memory"
+    assert hopper.forward(of_shape(4096, 4096, 64, np.float64), SMS) is None
+    assert hopper.forward(problem.without_value(of_shape(4096, 4096, 64)), SMS) is None
+
+
+def test_short_rows_of_64_features_are_for_the_portable_kernel() -> None:
+    assert hopper.forward(of_shape(512, 500, 64, np.float16), SMS) is None
+    assert hopper.forward(of_shape(512, 512, 64, np.float16), SMS)
+    assert hopper.forward(of_shape(512, 100, 128, np.float16), SMS)
+
+
+def test_tiles_are_claimed_where_their_lengths_differ() -> None:
+    even, uneven = (hopper.forward(of_shape(4096, 4096, 128, np.float16, 16, causal=c), SMS) for c in (False, True))
+    assert even and not even.claims and even.section == 1
+    assert uneven and uneven.claims and uneven.section == hopper.SECTION_BYTES // (4096 * 256 * 2)
+    few = hopper.forward(of_shape(4096, 4096, 128, np.float16, causal=True), SMS)
+    assert few and not few.claims
+
+
+def test_scratch_holds_what_the_maps_name() -> None:
+    """Planes of an array that is broadcast are made once."""
+    q, k = np.zeros((3, 4, 1000, 100), np.float32), np.zeros((3, 1, 900, 100), np.float32)
+    described = describe(q, k, k[..., :37])
+    taken = hopper.forward(described, SMS)
+    assert taken and taken.planes == 3
+    scratch = hopper.scratch(described, taken)
+    sizes = 3 * 2 * np.array([12 * 1000 * 104, 3 * 900 * 104, 3 * 900 * 40])
+    assert scratch == (0, sizes[0], sizes[:2].sum(), sizes.sum(), sizes.sum() + 16)
+    strides = {"q": described.q_strides, "k": described.k_strides, "v": described.v_strides}
+    layout = memory.layout_of(described, strides, planes=True)
+    maps = hopper.maps(described, layout, taken)
+    assert maps is not None
+    assert [params.TENSORS[each.tensor] for each in maps] == [x for x in memory.PLANES for _ in range(3)]
+    starts = {"q_planes": 0, "k_planes": scratch.k_planes, "v_planes": scratch.v_planes}
+    ends = {"q_planes": scratch.k_planes, "k_planes": scratch.v_planes, "v_planes": scratch.claims}
+    for each in maps:
+        name, (cols, rows, *batch) = params.TENSORS[each.tensor], each.box.extents
+        reach = 2 * cols + sum(
+            (length - 1) * step for length, step in zip((rows, *batch), each.box.strides, strict=True)
+        )
+        assert each.offset + reach <= ends[name] - starts[name]
+
+
+def test_a_warp_makes_planes_of_as_many_rows_as_the_kernel_says() -> None:
+    from cuflash import compile
+
+    text = (compile.kernels_dir() / "attention_planes.cu").read_text()
+    assert f"kWarpRows = {hopper.PLANE_ROWS};" in text
+    assert hopper.plane_warps(of_shape(9, 17, 64, heads=2)) == 2 * (2 + 3 + 3)
+
+
+@pytest.mark.parametrize(("kind", "precision"), list(tiles.SM90_FORWARD))
+def test_a_tile_of_the_sm90_family_fits(kind: str, precision: str | None) -> None:
+    dtype = "float16" if kind == "16 bits" else kind
+    for tile in tiles.SM90_FORWARD[kind, precision].values():
+        variant = tiles.sm90_variant(dtype, tile, precision)
+        assert 0 < variant.smem_bytes <= tiles.SMEM_LIMIT["90a"]
+        assert tile.block_m == 64 * (tile.warps // 4 - 1)
