@@ -125,9 +125,9 @@ def attention(
               \mathrm{lse}_i = \log \sum_j \exp(s_{ij})
 
     with :math:`s_{ij} = \mathrm{scale}\; q_i \cdot k_j`, then softcap, then key_bias, then the masks. No m x n array is
-    made: memory beyond inputs and results is O(m) for each head; on a GPU it is none, where queries of few features do
-    not fill it and the keys are split some megabytes, and for float32 on compute capability 9.0 up to 1.5 times the
-    bytes of q, k and v, which are multiplied in 16-bit planes (`workspace_nbytes`).
+    made: memory beyond inputs and results is O(m) for each head; on a GPU it is next to none, some megabytes where
+    queries of few features do not fill it and the keys are split, and for float32 on compute capability 9.0, which
+    multiplies 16-bit parts of them, 6 bytes for each element of q, k and v (`workspace_nbytes`).
 
     Parameters
     ----------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -88,7 +89,8 @@ def _serves(variant: Variant, head_dim: int) -> bool:
     if variant.tile == tiles.ROW_KERNEL:
         return True
     if variant.family == "sm90":
-        return tiles.sm90_forward(variant.dtype, variant.precision, head_dim) == variant.tile
+        served = (tiles.sm90_forward(variant.dtype, variant.precision, head_dim, keys) for keys in (1, math.inf))
+        return variant.tile in served
     backward = tiles.backward_operations(variant.dtype, head_dim, variant.target, variant.family)
     if variant.operation in tiles.KEY_GRADIENTS and variant.operation not in backward:
         return False

@@ -94,6 +94,7 @@ class Variant:
             f"c{t.column_warps}" if t.column_warps > 1 else "",
             f"low{t.low_bits}" if t.low_bits else "",
             f"r{t.resident}" if t.resident > 1 else "",
+            f"q{t.q_stages}" if t.q_stages > 1 else "",
             *(term.lower() for term in self.scores),
             "prescaled" if self.prescaled else "",
             "" if self.deterministic else "unordered",

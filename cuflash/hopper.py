@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from cuflash import memory, params, tiles, tma
@@ -19,13 +20,11 @@ SECTION_BYTES = 32 << 20
 PLANE_ROWS = 8
 """Of a warp of the kernel that makes planes, as attention_planes.cu has it."""
 
+MAX_INT = 2**31 - 1
+"""Kernels number tiles, and what comes after the last of them, in 32 bits."""
+
 WORTH_PLANES = 170
 """Scores for each row of q, k and v from which on planes save more time than it costs to make them."""
-
-
-SHORT_ROWS = 512
-"""Keys of a row below which, at 64 features of 16 bits, a tile waits longer for its q than it computes: the portable
-kernel has three CTAs to switch between, and is faster."""
 
 
 class Forward(NamedTuple):
@@ -57,64 +56,73 @@ class Map(NamedTuple):
     tensor: int
     offset: int
     box: tma.Box
+    encode: Callable[[int], bytes]
+    """From an address to the map, those of late kept."""
 
 
 @lru_cache(maxsize=4096)
 def forward(problem: Problem, multiprocessors: int) -> Forward | None:
     """None where another kernel serves a problem, which is one without score terms, better."""
-    tile = tiles.sm90_forward(problem.dtype, problem.precision, max(problem.d, problem.e))
+    scores = _scores(problem)
+    tile = tiles.sm90_forward(problem.dtype, problem.precision, max(problem.d, problem.e), scores / problem.m)
     if tile is None or not problem.has_value:
         return None
     planes = params.planes(problem.dtype, problem.precision)
-    first, last = _keys_seen(problem, 0), _keys_seen(problem, problem.m - 1)
-    mean = (first + _keys_seen(problem, problem.m // 2) + last) / 3
-    if planes > 1 and problem.m * mean < WORTH_PLANES * (problem.m + 2 * problem.n):
+    if planes > 1 and scores < WORTH_PLANES * (problem.m + 2 * problem.n):
         return None
-    if planes == 1 and tile.head_dim == 64 and mean < SHORT_ROWS:
+    batch = math.prod(problem.inner_batch)
+    count = -(-problem.m // tile.block_m) * batch
+    if count > MAX_INT - multiprocessors:
         return None
-    count = -(-problem.m // tile.block_m) * math.prod(problem.inner_batch)
-    uneven = first != last
-    bytes_of_head = 2 * planes * problem.n * (problem.d + problem.e)
-    section = max(1, SECTION_BYTES // bytes_of_head) if uneven else 1
+    uneven = scores < problem.m * problem.n
+    nbytes = 2 * planes * problem.n * (problem.d + problem.e)
+    section = min(batch, max(1, SECTION_BYTES // nbytes)) if uneven else 1
     return Forward(tile, planes, count, section, uneven and count > multiprocessors)
 
 
-def _keys_seen(problem: Problem, row: int) -> int:
-    return max(0, min(problem.n - 1, row + problem.band.hi) - max(0, row + problem.band.lo) + 1)
+def _scores(problem: Problem) -> int:
+    """Pairs of a row and a key that it sees."""
+
+    def keys_before(shift: int) -> int:
+        """How many keys come before key i + shift, summed over the rows i."""
+        some, all_of = (min(problem.m, max(0, edge - shift)) for edge in (0, problem.n))
+        return (all_of - some) * (some + all_of - 1 + 2 * shift) // 2 + (problem.m - all_of) * problem.n
+
+    return max(0, keys_before(problem.band.hi + 1) - keys_before(problem.band.lo))
 
 
+@lru_cache(maxsize=4096)
 def scratch(problem: Problem, taken: Forward) -> Scratch:
     """Scratch memory of a call."""
     q = k = v = 0
     if taken.planes > 1:
-        q = taken.planes * _plane_nbytes(problem.q_batch, problem.m, problem.d)
-        k = taken.planes * _plane_nbytes(problem.k_batch, problem.n, problem.d)
-        v = taken.planes * _plane_nbytes(problem.v_batch or (), problem.n, problem.e)
+        q, k, v = (taken.planes * _plane_nbytes(problem, name) for name in "qkv")
     k_planes, v_planes, claims, end = itertools.accumulate((q, k, v, 16 if taken.claims else 0))
     return Scratch(0, k_planes, v_planes, claims, end + 16 if end else 0)  # the caller's memory may start anywhere
 
 
 def plane_warps(problem: Problem) -> int:
     """Warps of the kernel that makes planes: each takes some rows of one array."""
-    q, k, v = (math.prod(batch or ()) for batch in (problem.q_batch, problem.k_batch, problem.v_batch))
+    q, k, v = (math.prod(memory.own_batch(problem, name)) for name in "qkv")
     return q * -(-problem.m // PLANE_ROWS) + (k + v) * -(-problem.n // PLANE_ROWS)
 
 
-def _plane_nbytes(batch: tuple[int, ...], rows: int, cols: int) -> int:
-    """A multiple of 16."""
-    return 2 * math.prod(batch) * rows * memory.plane_pitch(cols)
+def _plane_nbytes(problem: Problem, name: str) -> int:
+    """Of one plane of q, k or v: a multiple of 16."""
+    rows, cols = problem.m if name == "q" else problem.n, problem.e if name == "v" else problem.d
+    return 2 * math.prod(memory.own_batch(problem, name)) * rows * memory.plane_pitch(cols)
 
 
 def maps(problem: Problem, layout: memory.Layout, taken: Forward) -> tuple[Map, ...] | None:
     """The maps of q, k and v in the kernel's order, None where the copy engine cannot follow an array."""
     found = []
-    batches = {"q": problem.q_batch, "k": problem.k_batch, "v": problem.v_batch or ()}
-    for name, batch in batches.items():
+    for name in "qkv":
         tensor, dtype = (f"{name}_planes", "bfloat16") if taken.planes > 1 else (name, problem.dtype)
         rows = taken.tile.block_m if name == "q" else taken.tile.block_n
         box = tma.box(dtype, layout.lengths[tensor], layout.extents, layout.strides[tensor], rows)
         if box is None:
             return None
-        nbytes = _plane_nbytes(batch, *layout.lengths[tensor])
-        found += [Map(params.TENSORS.index(tensor), plane * nbytes, box) for plane in range(taken.planes)]
+        nbytes = _plane_nbytes(problem, name)
+        encode = lru_cache(maxsize=256)(partial(tma.encode, box))
+        found += [Map(params.TENSORS.index(tensor), plane * nbytes, box, encode) for plane in range(taken.planes)]
     return tuple(found)

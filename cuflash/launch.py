@@ -60,7 +60,7 @@ class _Bits(NamedTuple):
 
 def check(problem: Problem, operation: str) -> None:
     """Raise NotImplementedError for a valid problem that no kernel serves, before anything is allocated."""
-    _check(problem, operation, _family(problem.device))
+    _check(problem, operation, _families(problem.device).portable)
 
 
 @lru_cache(maxsize=4096)
@@ -96,14 +96,18 @@ def _input_strides(problem: Problem) -> dict[str, memory.Strides | None]:
 
 
 def workspace_nbytes(problem: Problem, operation: str) -> int:
-    """Bytes of scratch memory of a call: forward, where the grid splits the keys, what each split leaves of a row, and
-    where float32 is multiplied in planes, those; backward two numbers a query row, and where one kernel may compute all
-    gradients, a row of sums as wide as its tile and a count for each block of rows."""
+    """Bytes of scratch memory of a call.
+
+    Forward: where the grid splits the keys, what each split leaves of a row; where float32 is multiplied in planes,
+    those; where CTAs claim tiles, a count. Backward: two numbers a query row, and where one kernel may compute all
+    gradients, a row of sums as wide as its tile and a count for each block of rows.
+    """
+    families = _families(problem.device)
     if operation != "attention_backward":
-        if sm90 := _sm90(problem):
+        if sm90 := _sm90(problem, families):
             return hopper.scratch(problem, sm90).nbytes
-        return memory.split_nbytes(problem, _splits(problem, _family(problem.device)))
-    return memory.workspace_of(problem, _fused_tile(problem, _family(problem.device))).nbytes
+        return memory.split_nbytes(problem, _splits(problem, families.portable))
+    return memory.workspace_of(problem, _fused_tile(problem, families.portable)).nbytes
 
 
 class _Narrow(NamedTuple):
@@ -133,12 +137,11 @@ def _narrow(problem: Problem, family: str) -> _Narrow | None:
     return _Narrow(tile, key_warps, row_blocks, tiles.splits(units, -(-problem.n // tile.block_n), slots))
 
 
-def _sm90(problem: Problem) -> hopper.Forward | None:
+def _sm90(problem: Problem, families: _Families) -> hopper.Forward | None:
     """How the forward of the sm90 family takes a problem, None where another kernel does."""
-    device = problem.device
-    if not _is_hopper(device) or not _is_plain(problem) or _narrow(problem, _family(device)):
+    if not families.hopper or not _is_plain(problem) or _narrow(problem, families.portable):
         return None
-    return hopper.forward(problem, _multiprocessors(device))
+    return hopper.forward(problem, _multiprocessors(problem.device))
 
 
 def _splits(problem: Problem, family: str) -> int:
@@ -163,21 +166,22 @@ def forward(problem: Problem, q: Any, k: Any, v: Any, key_bias: Any, o: Any, lse
     inputs, vectors = (pointers[0] | pointers[1] | pointers[2]) & 15, (pointers[3] | pointers[5]) & 15
     # The problem knows the strides of the inputs.
     o_strides, lse_strides = None if o is None else o.strides, None if lse is None else lse.strides
-    bits, family = _Bits(inputs, pointers[4] & 15, vectors), _family(problem.device)
-    sm90 = _sm90(problem)
+    bits, families = _Bits(inputs, pointers[4] & 15, vectors), _families(problem.device)
+    family, sm90 = families.portable, _sm90(problem, families)
     plan = _plan_forward(problem, family, sm90, o_strides, lse_strides, bits)
+    zeros = (0, 0)
     if sm90 and plan[-1].maps:
         parts = hopper.scratch(problem, sm90)
         if parts.nbytes:
             workspace, start = _scratch(workspace, parts.nbytes)
-            *planes, claims, _ = (start + offset for offset in parts)
-            pointers += [0] * (len(params.TENSORS) - len(planes) - len(pointers)) + [*planes, claims * sm90.claims]
-            if sm90.claims:
-                _clear(claims, 16)
+            claims = start + parts.claims if sm90.claims else 0
+            planes = [start + parts.q_planes, start + parts.k_planes, start + parts.v_planes]
+            pointers += [0] * (len(params.TENSORS) - len(planes) - len(pointers)) + [*planes, claims]
+            zeros = (claims, 16 if sm90.claims else 0)
     elif nbytes := memory.split_nbytes(problem, _splits(problem, family)):
         workspace, split_rows = _scratch(workspace, nbytes)
         pointers += [0] * (len(params.TENSORS) - len(pointers)) + [0, split_rows]
-    _run(plan, pointers)
+    _run(plan, pointers, *zeros)
 
 
 def backward(
@@ -190,21 +194,18 @@ def backward(
     tiles_in, rows_in = inputs[0] | inputs[1] | inputs[2] | inputs[6], inputs[4] | inputs[6]
     vectors = inputs[3] | inputs[5] | inputs[7] | results[3]
     bits = (_Bits(tiles_in & 15, rows_in & 15, vectors & 15), *(x & 15 for x in results[:3]))
-    plan = _plan_backward(problem, _family(problem.device), strides + result_strides, *bits)
+    plan = _plan_backward(problem, _families(problem.device).portable, strides + result_strides, *bits)
     fused = next((launch.variant.tile for launch in plan if launch.variant.operation == tiles.FUSED), None)
     parts = memory.workspace_of(problem, fused)
     workspace, row_lse = _scratch(workspace, parts.nbytes)
     delta, dq_accum, dq_turn, claims, _ = (row_lse + offset for offset in parts)
-    if fused:
-        _clear(dq_accum, claims + 16 - dq_accum)
-    _run(plan, [*inputs, row_lse, delta, *results, dq_accum, dq_turn, *[0] * len(memory.PLANES), claims])
+    absent = [0] * len(memory.PLANES)
+    all_pointers = [*inputs, row_lse, delta, *results, dq_accum, dq_turn, *absent, claims]
+    _run(plan, all_pointers, dq_accum, claims + 16 - dq_accum if fused else 0)
 
 
-def _clear(address: int, nbytes: int) -> None:
-    """Zeros, in the order of the current stream."""
-    import cupy
-
-    cupy.cuda.runtime.memsetAsync(address, 0, nbytes, cupy.cuda.get_current_stream().ptr)
+_captured: list[Any] = []
+"""Scratch memory that calls allocated while a graph was captured: its replays use it, whenever they come."""
 
 
 def _scratch(workspace: Any, nbytes: int) -> tuple[Any, int]:
@@ -213,6 +214,8 @@ def _scratch(workspace: Any, nbytes: int) -> tuple[Any, int]:
         import cupy
 
         workspace = cupy.empty(nbytes, np.uint8)
+        if cupy.cuda.get_current_stream().is_capturing():
+            _captured.append(workspace)
     return workspace, -(-workspace.data.ptr // 16) * 16
 
 
@@ -222,14 +225,21 @@ def _describe(arrays: Sequence[Any]) -> tuple[list[int], tuple[memory.Strides | 
     return pointers, tuple([None if x is None else x.strides for x in arrays])
 
 
-def _run(plan: Sequence[_Launch], pointers: Sequence[int]) -> None:
-    log = os.environ.get("CUFLASH_LOG") == "1"
+def _run(plan: Sequence[_Launch], pointers: Sequence[int], zeros: int = 0, nbytes: int = 0) -> None:
+    """Enqueue the kernels, and before them zeros for so many bytes from an address on."""
+    packed = []  # before anything is enqueued: the driver may refuse a tensor map
     for launch in plan:
+        maps = b"".join([encode(pointers[tensor] + offset) for tensor, offset, _, encode in launch.maps])
+        packed.append(np.frombuffer(maps + params.pack(pointers, launch.tail), launch.packed)[0])
+    if nbytes:
+        import cupy
+
+        cupy.cuda.runtime.memsetAsync(zeros, 0, nbytes, cupy.cuda.get_current_stream().ptr)
+    log = os.environ.get("CUFLASH_LOG") == "1"
+    for launch, parameters in zip(plan, packed, strict=True):
         if log:
             print(f"cuflash: {launch.variant}, grid {launch.grid[0]}", file=sys.stderr)
-        maps = b"".join([tma.encode(pointers[tensor] + offset, box) for tensor, offset, box in launch.maps])
-        packed = np.frombuffer(maps + params.pack(pointers, launch.tail), launch.packed)[0]
-        launch.kernel(launch.grid, launch.block, (packed,), shared_mem=launch.smem_bytes)
+        launch.kernel(launch.grid, launch.block, (parameters,), shared_mem=launch.smem_bytes)
 
 
 # Plans
@@ -470,23 +480,32 @@ def _multiprocessors(device: int) -> int:
     return int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
 
 
-def _family(device: int) -> str:
-    """The family of the kernels that serve every operation on a device: ``CUFLASH_FAMILY``, else the best one."""
-    asked = os.environ.get("CUFLASH_FAMILY")
+class _Families(NamedTuple):
+    """The kernel families that a device uses."""
+
+    portable: str
+    """That which serves every operation."""
+    hopper: bool
+    """Whether it has the sm90 family, and nobody asked for another."""
+
+
+def _families(device: int) -> _Families:
+    """By ``CUFLASH_FAMILY``, which may change from call to call, else the best."""
+    return _families_of(os.environ.get("CUFLASH_FAMILY") or None, device)
+
+
+@lru_cache
+def _families_of(asked: str | None, device: int) -> _Families:
+    target = _target(device)
     if asked is None:
-        return tiles.best_family(_target(device))
+        return _Families(tiles.best_family(target), target == "90a")
     if asked not in ("sm75", "sm80", "sm90"):
         raise ValueError(f"CUFLASH_FAMILY must be sm75, sm80 or sm90, got {asked!r}")
-    if asked == "sm80" and _target(device) == "75":
+    if asked == "sm80" and target == "75":
         raise NotImplementedError("CUFLASH_FAMILY=sm80 needs compute capability 8.0, the device has 7.5")
-    if asked == "sm90" and not _is_hopper(device):
-        raise NotImplementedError(f"CUFLASH_FAMILY=sm90 needs compute capability 9.0, this is sm_{_target(device)}")
-    return "sm80" if asked == "sm90" else asked
-
-
-def _is_hopper(device: int) -> bool:
-    """Whether the device has the sm90 family, and nobody asked for another."""
-    return _target(device) == "90a" and os.environ.get("CUFLASH_FAMILY") in (None, "sm90")
+    if asked == "sm90" and target != "90a":
+        raise NotImplementedError(f"CUFLASH_FAMILY=sm90 needs compute capability 9.0, this is sm_{target}")
+    return _Families("sm80", True) if asked == "sm90" else _Families(asked, False)
 
 
 # Merge
@@ -523,7 +542,7 @@ def merge(os_: Any, lses: Any, o: Any, lse: Any) -> None:
         described[:-1], described[-1], part_strides, (*axes.extents, rows, value_dim, count, int(stacked))
     )
     device, dtype = o.device.id, o.dtype.name
-    family, target = _family(device), _target(device)
+    family, target = _families(device).portable, _target(device)
     if target == "75":  # the kernel itself, which has no tensor-core products, serves every dtype of the target
         _check_dtype("attention_merge", dtype, target, family)
     variant = tiles.row_variant("attention_merge", dtype, "strided", target, family)

@@ -41,6 +41,17 @@ PLANES = ("q_planes", "k_planes", "v_planes")
 """Arrays of the workspace: q, k and v in 16-bit planes."""
 
 
+def own_batch(problem: Problem, name: str) -> Strides:
+    """Batch shape of q, k or v with 1 where an axis is a view of the same rows again and again."""
+    arrays = {
+        "q": (problem.q_batch, problem.q_strides),
+        "k": (problem.k_batch, problem.k_strides),
+        "v": (problem.v_batch or (), problem.v_strides or ()),
+    }
+    batch, strides = arrays[name]
+    return tuple(1 if stride == 0 else extent for extent, stride in zip(batch, strides, strict=False))
+
+
 def plane_pitch(cols: int) -> int:
     """Elements from row to row of a plane: whole 16 bytes."""
     return -(-cols // 8) * 8
@@ -77,8 +88,8 @@ def layout_of(
         )
     for name in PLANES if planes else ():
         rows, cols = lengths[name] = lengths[name[0]]
-        pitch, own_batch = plane_pitch(cols), shapes[name[0]] or ()
-        batch_strides[name], core_strides[name] = _contiguous(problem, own_batch, rows * pitch), (pitch, 1)
+        pitch, shape = plane_pitch(cols), own_batch(problem, name[0])
+        batch_strides[name], core_strides[name] = _contiguous(problem, shape, rows * pitch), (pitch, 1)
     axes = coalesce(problem.inner_batch, batch_strides)
     return Layout(axes.extents, {name: axes.strides[name] + core_strides[name] for name in batch_strides}, lengths)
 

@@ -41,11 +41,11 @@ def accumulator_bytes(dtype: str) -> int:
 class Tile:
     """Block sizes of a kernel: ``block_m`` query rows, ``block_n`` keys, of at most ``head_dim`` features.
 
-    ``stages`` is how many blocks the backward and the narrow kernels keep in flight, in the fused backward three with
-    one barrier a step; the forward has one of K and one of V. Of the ``warps``, ``column_warps`` share a row of scores.
-    ``low_bits``: which float32 tiles are kept with what tensor cores ignore of their elements: 1 those read row by row,
-    2 the forward's V, too. ``resident``: of the forward and narrow kernels, how many CTAs the registers of an SM are to
-    hold.
+    ``stages`` is how many blocks the backward, the narrow kernels and the forward of sm_90 keep in flight, in the fused
+    backward three with one barrier a step; the portable forward has one of K and one of V. Of the ``warps``,
+    ``column_warps`` share a row of scores. ``low_bits``: which float32 tiles are kept with what tensor cores ignore of
+    their elements: 1 those read row by row, 2 the forward's V, too. ``resident``: of the portable forward and the
+    narrow kernels, how many CTAs the registers of an SM are to hold. ``q_stages``: buffers of Q in the sm_90 forward.
     """
 
     head_dim: int
@@ -57,6 +57,7 @@ class Tile:
     column_warps: int = 1
     low_bits: int = 0
     resident: int = 1
+    q_stages: int = 1
 
     def __post_init__(self) -> None:
         if any(dim % 16 and dim > 8 for dim in (self.head_dim, self.value_dim)):
@@ -102,8 +103,9 @@ class Tile:
             return 2 * planes * rows * -(-cols // 64) * 64
 
         k, v = panels(self.block_n, self.head_dim), panels(self.block_n, self.value_dim)
-        barriers = 16 * (1 + 2 * self.stages)
-        nbytes = panels(self.block_m, self.head_dim) + self.stages * (k + v) + barriers + 4  # and the tile's number
+        barriers = 16 * (self.q_stages + 2 * self.stages)
+        q = self.q_stages * panels(self.block_m, self.head_dim)
+        nbytes = q + self.stages * (k + v) + barriers + 4 * self.q_stages  # and the tiles' numbers
         return -(-nbytes // 1024) * 1024  # panels begin at multiples of 1024 bytes
 
 
@@ -274,25 +276,39 @@ TABLES: dict[str, dict[str, dict[int, dict[int, Tile]]]] = {
     },
 }
 
+
+def _sm90_rows(*rows: tuple[int, int, int, int, int]) -> dict[int, Tile]:
+    """From head dim, block_m, block_n, stages, q_stages."""
+    return {d: Tile(d, d, m, n, stages, 4 * (m // 64 + 1), q_stages=q_stages) for d, m, n, stages, q_stages in rows}
+
+
 SM90_FORWARD: dict[tuple[str, str | None], dict[int, Tile]] = {
-    ("16 bits", None): _rows(
-        (64, 192, 128, 2, 16),
-        (96, 192, 96, 2, 16),
-        (128, 128, 128, 2, 12),  # 160 and 176 keys were no faster
-        (192, 128, 96, 2, 12),
-        (256, 128, 80, 2, 12),
+    ("16 bits", None): _sm90_rows(
+        (64, 192, 128, 2, 1),
+        (96, 192, 96, 2, 2),
+        (128, 128, 128, 2, 2),  # 160 and 176 keys were no faster; one Q 8 to 15 percent slower at S 512, equal at 4096
+        (192, 128, 96, 2, 1),  # no room for a second Q
+        (256, 128, 80, 2, 1),
     ),
-    ("float32", None): _rows(
-        (64, 128, 96, 2, 12),  # as three warpgroups, or 64 keys
-        (128, 128, 80, 1, 12),  # 5 percent over 64 keys
+    ("float32", None): _sm90_rows(
+        (64, 128, 96, 2, 1),  # as three warpgroups, or 64 keys
+        (128, 128, 80, 1, 1),  # 5 percent over 64 keys
     ),
-    ("float32", "tf32"): _rows(
-        (64, 192, 96, 2, 16),  # 5 percent over 64 keys
-        (128, 128, 80, 2, 12),
+    ("float32", "tf32"): _sm90_rows(
+        (64, 192, 96, 2, 1),  # 5 percent over 64 keys
+        (128, 128, 80, 2, 1),
     ),
 }
 """Rows of the forward of the sm90 family by kind of operand and precision. All are plain and take tensor maps. Of the
 warps four are the producer's; a consumer's warpgroup has 64 query rows."""
+
+SM90_SHORT: dict[tuple[str, str | None], dict[int, Tile]] = {
+    # at S 512 and 1024 2 to 17 percent over 192 rows, at 4096 10 percent behind
+    ("16 bits", None): _sm90_rows((64, 128, 128, 4, 2)),
+}
+"""Rows in their place for `SHORT_ROWS` keys a query row or less."""
+
+SHORT_ROWS = 1024
 
 GENERAL = {
     ("16 bits", "attention_forward"): _rows((64, 128, 64, 1, 4), (128, 64, 64, 1, 4)),
@@ -314,7 +330,11 @@ PRECISE: dict[tuple[str | None, str], dict[int, dict[int, Tile]]] = {
 """Rows of a precision in place of its dtype's, for variants without score terms, by class of shared memory."""
 
 SPILLS = {
-    ("16 bits", "attention_forward_sm90", 256): 384,  # 814 TFLOP/s where the portable kernel has 330
+    # In the producer, which has 24 registers; NVRTC 13.5 in a few places more.
+    ("16 bits", "attention_forward_sm90", 64): 16,
+    ("16 bits", "attention_forward_sm90", 128): 16,
+    ("16 bits", "attention_forward_sm90", 256): 64,
+    ("float32", "attention_forward_sm90", 64): 48,
     ("16 bits", FUSED, 64): 64,  # in order 1.14 of FlashAttention-2; 1.04 with the next best row
     ("16 bits", FUSED, 128): 64,  # 1.23 against 1.08
     ("16 bits", FUSED, 256): 64,  # 0.97; 0.84 with one stage, which spilled as much
@@ -493,10 +513,15 @@ def families(target: str) -> tuple[str, ...]:
     return ("sm90", "sm80") if target == "90a" else (best_family(target),)
 
 
-def sm90_forward(dtype: str, precision: str | None, features: int) -> Tile | None:
-    """The tile of the sm90 family's forward for at most so many features, None where it has none."""
+def sm90_forward(dtype: str, precision: str | None, features: int, keys: float) -> Tile | None:
+    """The tile of the sm90 family's forward for so many features at most, and so many keys a query row; None where it
+    has none."""
     rows = SM90_FORWARD.get((kind(dtype), precision), {})
-    return next((rows[d] for d in sorted(rows) if d >= features), None)
+    d = next((d for d in sorted(rows) if d >= features), None)
+    if d is None:
+        return None
+    short = SM90_SHORT.get((kind(dtype), precision), {}) if keys <= SHORT_ROWS else {}
+    return short.get(d, rows[d])
 
 
 def dtypes(target: str, family: str) -> tuple[str, ...]:
@@ -548,8 +573,9 @@ def sm90_variant(dtype: str, tile: Tile, precision: str | None) -> Variant:
 def _sm90_variants() -> list[Variant]:
     found = []
     for (kind_of, precision), rows in SM90_FORWARD.items():
+        short = SM90_SHORT.get((kind_of, precision), {})
         for dtype in (dtype for dtype in ITEMSIZE if kind(dtype) == kind_of):
-            found += [sm90_variant(dtype, row, precision) for row in rows.values()]
+            found += [sm90_variant(dtype, row, precision) for row in (*rows.values(), *short.values())]
             if params.planes(dtype, precision) > 1:
                 found.append(row_variant("attention_planes", dtype, "strided", "90a", "sm90", precision))
     return found

@@ -1,13 +1,12 @@
 """Tensor maps: how the copy engine of a Hopper GPU knows an array.
 
 A map names an array of five axes, columns first, and the box of it that one copy brings to shared memory. It depends on
-the array's address, so it is made at the launch, and kept: making one takes a few microseconds.
+the array's address, so it is made at the launch; to make one takes a few microseconds.
 """
 
 from __future__ import annotations
 
 import struct
-from functools import lru_cache
 from typing import NamedTuple
 
 from cuflash import params
@@ -66,8 +65,7 @@ def box(
     return Box(dtype, (cols, *(extent for extent, _ in axes)), tuple(steps), rows)
 
 
-@lru_cache(maxsize=4096)
-def encode(address: int, box: Box) -> bytes:
+def encode(box: Box, address: int) -> bytes:
     """The map of an array at an address, as a kernel takes it.
 
     Raises

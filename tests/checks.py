@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import tracemalloc
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -99,9 +99,9 @@ def fused() -> Iterator[list[str]]:
     with pytest.MonkeyPatch.context() as patch:
         run = launch._run
 
-        def recorded(plan: Any, pointers: Any) -> None:
+        def recorded(plan: Any, *more: Any) -> None:
             launched.extend(kernel.variant.operation for kernel in plan)
-            run(plan, pointers)
+            run(plan, *more)
 
         patch.setattr(launch, "_run", recorded)
         patch.setattr(launch, "_multiprocessors", lambda device: 1)
@@ -275,8 +275,11 @@ class Call:
         return {name: self.backend.get(placed.array) for name, placed in results.items()}
 
 
-def check_forward(backend: Backend, case: Case, family: str) -> None:
-    """o and lse of a drawn case, written through ``out=`` into guarded memory, with dirty scratch."""
+def check_forward(backend: Backend, case: Case, family: str | Callable[[], str]) -> None:
+    """o and lse of a drawn case, written through ``out=`` into guarded memory, with dirty scratch.
+
+    ``family`` may be asked once the call is done.
+    """
     call = Call.of(backend, case)
     q, k, v = call["q"], call["k"], call["v"]
     results = {"o": call.hole("o"), "lse": call.hole("lse")}
@@ -286,6 +289,7 @@ def check_forward(backend: Backend, case: Case, family: str) -> None:
     )
     got = call.finish(results, returned)
     x = call.values
+    family = family() if callable(family) else family
     wanted = expect(x["q"], x["k"], x["v"], family=family, on_host=backend is HOST, **call.reference_options)
     for name, array in got.items():
         wanted[name].check(array)

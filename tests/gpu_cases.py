@@ -43,7 +43,7 @@ def target() -> str:
 
 def most_features(dtype: str, family: str, operation: str = "attention_backward") -> int:
     """How many features the kernels of a family take here; 0 where they do not know the dtype."""
-    here = target()
+    here, family = target(), "sm80" if family == "sm90" else family  # which serves what sm90 does not
     served = dtype in tiles.dtypes("75" if family == "sm75" else here, family)
     return tiles.max_head_dim(operation, dtype, here, family) if served else 0
 

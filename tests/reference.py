@@ -75,13 +75,16 @@ def arithmetic(dtype: Any, family: str, precision: str | None = None, chains: tu
         return Arithmetic(0.0, unit_roundoff(np.float64), 1, float(np.finfo(np.float64).tiny), sides=2)
     if family == "sm75":
         return Arithmetic(0.0, unit_roundoff(np.float32), 1, float(np.finfo(np.float32).tiny))
+    if family == "sm90":  # planes: numbers below 2^-110 have parts that are subnormal, multiples of 2^-133
+        if precision is None:
+            # Left out are products of the middle and the last of three planes: 2^-20 of a product. Chains are the
+            # features and a block of keys; small products come first in them, and weigh little.
+            return Arithmetic(SPLIT, TRUNCATION, 16, 2.0**-114, passes=2, chains=(8, 6))
+        # Two planes: products of the second ones, 2^-14, and the rounding of these, 2^-16 in either factor. Three
+        # products for each 16 keys stay in one sum.
+        return Arithmetic(2.0**-14 + 2.0**-15, TRUNCATION, 5, 2.0**-117)
     # Subnormals of TF32 are multiples of 2^-136: operands are off by 2^-137, which is 2^-11 of 2^-126, and a third of
     # SPLIT * 2^-116.
-    if family == "sm90" and precision is None:
-        # Left out are products of the middle and the last of three planes, 2^-20 of a product. Chains are the features
-        # and a block of keys; small products come first, and weigh little. The last plane of a number below 2^-110 is
-        # subnormal, a multiple of 2^-133.
-        return Arithmetic(SPLIT, TRUNCATION, 16, 2.0**-114, passes=2, chains=(8, 6))
     if precision == "tf32":
         product = 2 * TF32_ROUNDOFF + TF32_ROUNDOFF**2
         return Arithmetic(product, TRUNCATION, 8, 2.0**-126)

@@ -130,7 +130,7 @@ def main() -> None:
     GPU.xp.cuda.set_allocator(None)
     # So that the kernel for all gradients also takes problems too small to gain from it.
     cuflash.calls.launcher()._multiprocessors = lambda device: 1
-    hopper.WORTH_PLANES = hopper.SHORT_ROWS = 0  # nor for those of the sm90 family
+    hopper.WORTH_PLANES = 0  # nor for those of the sm90 family
     for family in FAMILIES:
         if family == "sm90" and target() != "90a":
             continue

@@ -58,15 +58,38 @@ def test_planes_are_made_where_they_pay() -> None:
     assert hopper.forward(problem.without_value(of_shape(4096, 4096, 64)), SMS) is None
 
 
-def test_short_rows_of_64_features_are_for_the_portable_kernel() -> None:
-    assert hopper.forward(of_shape(512, 500, 64, np.float16), SMS) is None
-    assert hopper.forward(of_shape(512, 512, 64, np.float16), SMS)
-    assert hopper.forward(of_shape(512, 100, 128, np.float16), SMS)
+def test_short_rows_have_tiles_of_their_own() -> None:
+    short, long = (hopper.forward(of_shape(512, n, 64, np.float16), SMS) for n in (1024, 1025))
+    assert short and short.tile == tiles.SM90_SHORT["16 bits", None][64]
+    assert long and long.tile == tiles.SM90_FORWARD["16 bits", None][64]
+    causal = hopper.forward(of_shape(2047, 2047, 64, np.float16, causal=True), SMS)
+    assert causal and causal.tile == short.tile, "half of the keys on average"
+
+
+@pytest.mark.parametrize(("m", "n"), [(7, 9), (9, 7), (1, 5), (5, 1), (6, 6)])
+def test_scores_are_counted_one_by_one(m: int, n: int) -> None:
+    """Those that a band leaves, wherever it lies."""
+    for align in (-12, -3, 0, 2, 11):
+        for window in ((0, 0), (2, 1), (None, 0), (1, None), (20, 20)):
+            bounds = [np.inf if side is None else side for side in window]
+            at = np.arange(n) - np.arange(m)[:, None] - align
+            seen = ((at >= -bounds[0]) & (at <= bounds[1])).sum()
+            assert hopper._scores(of_shape(m, n, 8, window=window, align=align)) == seen
+    assert hopper._scores(of_shape(m, n, 8)) == m * n
+
+
+def test_sections_and_tiles_stay_in_32_bits() -> None:
+    q, k = np.zeros((8, 1 << 16, 128), np.float16), np.zeros((8, 1, 128), np.float16)
+    few_keys = hopper.forward(describe(q, k, k, causal=True, align="bottom-right"), SMS)
+    assert few_keys and few_keys.section == 8
+    many = np.lib.stride_tricks.as_strided(np.zeros((1, 72), np.float16), (2**31 - 100, 1, 72), (0, 144, 2))
+    assert hopper.forward(describe(many, k[:1, :, :72], k[:1]), SMS) is None
 
 
 def test_tiles_are_claimed_where_their_lengths_differ() -> None:
     even, uneven = (hopper.forward(of_shape(4096, 4096, 128, np.float16, 16, causal=c), SMS) for c in (False, True))
     assert even and not even.claims and even.section == 1
+    assert hopper.forward(of_shape(4096, 4096, 128, np.float16, 16, window=(512, 512)), SMS).claims
     assert uneven and uneven.claims and uneven.section == hopper.SECTION_BYTES // (4096 * 256 * 2)
     few = hopper.forward(of_shape(4096, 4096, 128, np.float16, causal=True), SMS)
     assert few and not few.claims
@@ -75,7 +98,7 @@ def test_tiles_are_claimed_where_their_lengths_differ() -> None:
 def test_scratch_holds_what_the_maps_name() -> None:
     """Planes of an array that is broadcast are made once."""
     q, k = np.zeros((3, 4, 1000, 100), np.float32), np.zeros((3, 1, 900, 100), np.float32)
-    described = describe(q, k, k[..., :37])
+    described = describe(q, k, np.broadcast_to(k, (3, 4, 900, 100))[..., :37])
     taken = hopper.forward(described, SMS)
     assert taken and taken.planes == 3
     scratch = hopper.scratch(described, taken)
@@ -107,7 +130,8 @@ def test_a_warp_makes_planes_of_as_many_rows_as_the_kernel_says() -> None:
 @pytest.mark.parametrize(("kind", "precision"), list(tiles.SM90_FORWARD))
 def test_a_tile_of_the_sm90_family_fits(kind: str, precision: str | None) -> None:
     dtype = "float16" if kind == "16 bits" else kind
-    for tile in tiles.SM90_FORWARD[kind, precision].values():
+    short = tiles.SM90_SHORT.get((kind, precision), {})
+    for tile in (*tiles.SM90_FORWARD[kind, precision].values(), *short.values()):
         variant = tiles.sm90_variant(dtype, tile, precision)
         assert 0 < variant.smem_bytes <= tiles.SMEM_LIMIT["90a"]
         assert tile.block_m == 64 * (tile.warps // 4 - 1)

@@ -43,9 +43,8 @@ class Pretended:
         patch.setitem(sys.modules, "cupy", self.cupy())
         patch.setattr(calls, "launcher", lambda: launch)
         patch.setattr(compile, "kernel", self.kernel)
-        patch.setattr(tma, "encode", lambda address, box: bytes(params.TENSOR_MAP_BYTES))
+        patch.setattr(tma, "encode", lambda box, address: bytes(params.TENSOR_MAP_BYTES))
         patch.setattr(hopper, "WORTH_PLANES", 0)
-        patch.setattr(hopper, "SHORT_ROWS", 0)
 
     def become(self, family: str, target: str) -> None:
         """Be another device; what the launcher has cached of the last one goes, unless only the family changes."""
@@ -64,7 +63,7 @@ class Pretended:
         runtime = types.SimpleNamespace(
             getDevice=fake_gpu.runtime.getDevice, memsetAsync=lambda pointer, value, nbytes, stream: None
         )
-        stream = types.SimpleNamespace(ptr=0)
+        stream = types.SimpleNamespace(ptr=0, is_capturing=lambda: False)
         cuda = types.SimpleNamespace(Device=Device, runtime=runtime, get_current_stream=lambda: stream)
         return types.SimpleNamespace(ndarray=fake_gpu.ndarray, cuda=cuda, empty=fake_gpu.empty)
 

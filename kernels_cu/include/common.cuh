@@ -44,6 +44,7 @@ struct Tile {
   int column_warps;  // warps that share a row of scores between them
   int low_bits;      // float32 tiles kept with their low bits: 1 those read row by row, 2 the forward's V, too
   int resident;      // CTAs that an SM is to hold: registers are shared out for so many
+  int q_stages;      // of sm_90: buffers of Q
 };
 
 // How operands come from global memory: vectors of so many bytes, or single elements at any stride.

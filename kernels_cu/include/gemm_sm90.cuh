@@ -1,8 +1,8 @@
 // Products of a warpgroup, issued and not waited for: wgmma on tiles that the copy engine has brought with the 128-byte
 // swizzle, which is SharedTile's.
 //
-// Floats come as planes (planes.cuh). Of the products of planes those are formed that matter to a float, the smallest
-// first: tensor cores cut off what a sum cannot hold, and so lose least.
+// Floats come as planes (planes.cuh). Of the products of planes the larger ones are formed, the smallest of them first:
+// tensor cores cut off what a sum cannot hold, and where the sum begins with them lose least so.
 #pragma once
 #include "fragment.cuh"
 #include "planes.cuh"
@@ -22,7 +22,7 @@ struct alignas(1024) PanelTile : SharedTile<Plane, kRows, 64 * ceil_div(kCols, 6
 
 // Shared memory as wgmma names it: the address, the distance of panels where columns run across them, that of bands of
 // 8 rows, and the swizzle.
-__device__ __forceinline__ u64 describe(const void* tile, int panel_bytes) {
+__device__ __forceinline__ u64 make_smem_desc(const void* tile, int panel_bytes) {
   return u64(shared_address(tile) >> 4) | u64(panel_bytes >> 4) << 16 | u64(1024 >> 4) << 32 | u64(1) << 62;
 }
 
@@ -31,7 +31,8 @@ struct PlanePair {
   int a, b;
 };
 constexpr int kPlanePairs = kPlanes * (kPlanes + 1) / 2;
-// By ascending size. Left out are those that a float would not keep: planes 1 and 2 of three, or 1 and 1 of two.
+// By ascending size. Left out is at most 2^-20 of a product where planes are three (2^-25 in the mean; a float rounds
+// to 2^-24), and 2^-14 (2^-17) where they are two.
 constexpr PlanePair plane_pair(int number) {
   for (int total = kPlanes - 1; total >= 0; --total)
     for (int a = 0; a <= total; ++a)
@@ -39,23 +40,37 @@ constexpr PlanePair plane_pair(int number) {
   return {0, 0};
 }
 
+// Until at most kPending batches are on their way, f's not among them: nothing that reads f is moved before this.
+template <int kPending, int kCols>
+__device__ __forceinline__ void wgmma_wait(Fragment<1, kCols>& f) {
+  wgmma_wait<kPending>();
+  f.for_each([](float& x, int, int, int) { asm volatile("" : "+f"(x)::"memory"); });
+}
+
 template <int kCols>
-__device__ __forceinline__ float (&registers(Fragment<1, kCols>& f))
-    [kCols / 2] { return reinterpret_cast<float (&)[kCols / 2]>(f.x); }
+using Sums = float (&)[kCols / 2];
+template <int kCols>
+__device__ __forceinline__ Sums<kCols> sums_of(Fragment<1, kCols>& f) {
+  return reinterpret_cast<Sums<kCols>>(f.x);
+}
+
+// An operand in shared memory, plane by plane.
+template <class Tile>
+using Planes = Tile[kPlanes];
 
 // s = A B^T: 64 rows of A from row0 on.
 template <int kDepth, int kCols, class TileA, class TileB>
-__device__ __forceinline__
-    void issue_nt(Fragment<1, kCols>& s, const TileA (&a_smem)[kPlanes], int row0, const TileB (&b_smem)[kPlanes]) {
+__device__ __forceinline__ void issue_nt(Fragment<1, kCols>& s, const Planes<TileA>& a_smem, int row0,
+                                         const Planes<TileB>& b_smem) {
   wgmma_fence();
 #pragma unroll
   for (int pair = 0; pair < kPlanePairs; ++pair) {
     const PlanePair planes = plane_pair(pair);
-    const u64 a = describe(&a_smem[planes.a], 16) + (row0 * 128 >> 4), b = describe(&b_smem[planes.b], 16);
+    const u64 a = make_smem_desc(&a_smem[planes.a], 16) + (row0 * 128 >> 4), b = make_smem_desc(&b_smem[planes.b], 16);
 #pragma unroll
     for (int k = 0; k < kDepth / 16; ++k) {
       const int panel = k / 4, step = k % 4 * (32 >> 4);  // 16 columns are 32 bytes
-      Wgmma<kCols>::nt(registers(s), a + (step + panel * (TileA::kPanelBytes >> 4)),
+      Wgmma<kCols>::nt(sums_of(s), a + (step + panel * (TileA::kPanelBytes >> 4)),
                        b + (step + panel * (TileB::kPanelBytes >> 4)), pair + k > 0, Plane{});
     }
   }
@@ -83,16 +98,16 @@ struct OperandA {
 
 // o += A B, or o = A B where the sum begins.
 template <int kDepth, int kCols, class TileB>
-__device__ __forceinline__ void issue_nn(Fragment<1, kCols>& o, const OperandA<kDepth>& a,
-                                         const TileB (&b_smem)[kPlanes], bool begins) {
+__device__ __forceinline__ void issue_nn(Fragment<1, kCols>& o, const OperandA<kDepth>& a, const Planes<TileB>& b_smem,
+                                         bool begins) {
   wgmma_fence();
 #pragma unroll
   for (int pair = 0; pair < kPlanePairs; ++pair) {
     const PlanePair planes = plane_pair(pair);
-    const u64 b = describe(&b_smem[planes.b], TileB::kPanelBytes);
+    const u64 b = make_smem_desc(&b_smem[planes.b], TileB::kPanelBytes);
 #pragma unroll
     for (int k = 0; k < kDepth / 16; ++k)
-      Wgmma<kCols>::nn(registers(o), a.x[planes.a][k], b + k * (16 * 128 >> 4), pair + k > 0 || !begins, Plane{});
+      Wgmma<kCols>::nn(sums_of(o), a.x[planes.a][k], b + k * (16 * 128 >> 4), pair + k > 0 || !begins, Plane{});
   }
   wgmma_commit();
 }

@@ -23,14 +23,14 @@ struct BufferBarriers {
   }
 };
 
-__device__ __forceinline__ void await(const u64& barrier, u32 parity) {
+__device__ __forceinline__ void mbarrier_wait(const u64& barrier, u32 parity) {
   while (!mbarrier_test(barrier, parity)) {
   }
 }
 
 // Where a side of a ring of kStages buffers is: buffers are used in turns.
 template <int kStages>
-struct RingIndex {
+struct PipelineState {
   int stage = 0;
   u32 parity = 0;  // of the phase in which the buffer is filled
 
@@ -43,7 +43,7 @@ struct RingIndex {
 template <class Tile>
 __device__ __forceinline__ void fill(Tile (&smem)[kPlanes], BufferBarriers& barriers, u32 parity,
                                      const TensorMap (&map)[kPlanes], int row, const int (&batch)[3]) {
-  await(barriers.empty, parity ^ 1);
+  mbarrier_wait(barriers.empty, parity ^ 1);
   mbarrier_arrive_expect(barriers.full, sizeof(smem));
 #pragma unroll
   for (int plane = 0; plane < kPlanes; ++plane)

@@ -4,12 +4,12 @@
 namespace cuflash {
 
 template <int kCount>
-__device__ __forceinline__ void keep_registers() {
+__device__ __forceinline__ void warpgroup_reg_dealloc() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 // Waits until others have given up enough.
 template <int kCount>
-__device__ __forceinline__ void take_registers() {
+__device__ __forceinline__ void warpgroup_reg_alloc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 
