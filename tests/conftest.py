@@ -1,4 +1,8 @@
-"""Hypothesis profiles, the skipping of GPU tests without a GPU, and the record of a run (``--record FILE``)."""
+"""Hypothesis profiles, the skipping of GPU tests without a GPU, and the record of a run (``--record FILE``).
+
+A run may be divided (``--part 1/4``): its parts take turns at the tests, so that they can run side by side on one GPU,
+and their records are joined by ``python tests/recording.py join``.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +29,22 @@ STARTED = pytest.StashKey[float]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record", metavar="FILE", type=Path, help="write the record of this run on its GPU to FILE")
+    parser.addoption("--part", metavar="I/N", help="of the tests that are selected, every N-th from the I-th on")
+
+
+def _part(config: pytest.Config) -> tuple[int, int]:
+    text = config.getoption("--part") or "1/1"
+    index, slash, count = text.partition("/")
+    if not (slash and index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
+        raise pytest.UsageError(f"--part must be I/N with 1 <= I <= N, got {text!r}")
+    return int(index), int(count)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[EXAMPLES] = [0]
     config.stash[STARTED] = time.monotonic()
+    _part(config)  # or an error, before anything is collected
     if config.getoption("--record") is not None:
         if recording.gpu_missing():
             raise pytest.UsageError(f"--record needs a GPU: {recording.gpu_missing()}")
@@ -39,7 +53,13 @@ def pytest_configure(config: pytest.Config) -> None:
             config.option.hypothesis_seed = str(secrets.randbits(32))
 
 
+@pytest.hookimpl(trylast=True)  # after -m and -k have chosen
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    index, count = _part(config)
+    others = [item for at, item in enumerate(items) if at % count != index - 1]
+    items[:] = items[index - 1 :: count]
+    if others:
+        config.hook.pytest_deselected(items=others)
     for item in items:
         if item.get_closest_marker("gpu") and recording.gpu_missing():
             item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {recording.gpu_missing()}"))
@@ -78,6 +98,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         skipped=counts["skipped"],
         hypothesis_examples=examples,
         hypothesis_seed=int(config.getoption("--hypothesis-seed")),
+        part="{}/{}".format(*_part(config)),
         seconds=round(time.monotonic() - config.stash[STARTED], 1),
     )
     terminalreporter.write_line(f"record: {path}")

@@ -1,6 +1,7 @@
 """Records of test runs on GPUs: what ran where, and the sources it ran.
 
-``python tests/recording.py`` says of each record in ``tests/records`` whether it still matches the sources.
+``python tests/recording.py`` says of each record in ``tests/records`` whether it still matches the sources;
+``python tests/recording.py join OUT PART...`` makes one record of those of all parts of a run.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -51,7 +52,7 @@ def gpu_missing() -> str:
         return f"no CUDA device ({error})"
 
 
-def write(path: Path, **results: int | float) -> None:
+def write(path: Path, **results: int | float | str) -> None:
     """Write the record of a run that gave these results on the current GPU."""
     import cupy
 
@@ -79,6 +80,29 @@ def _driver_version() -> str:
     return answer.stdout.splitlines()[0].strip() if answer.returncode == 0 and answer.stdout else "unknown"
 
 
+def join(out: Path, parts: Sequence[Path]) -> None:
+    """Write the record of a whole run from those of its parts, which ran side by side.
+
+    Raises
+    ------
+    ValueError
+        They are not all parts of one run, each once.
+    """
+    records = [json.loads(path.read_text()) for path in parts]
+    named = sorted(record["part"] for record in records)
+    if named != sorted(f"{index + 1}/{len(records)}" for index in range(len(records))):
+        raise ValueError(f"{len(records)} records are of the parts {', '.join(named)}: not each of as many once")
+    for key in ("gpu", "driver", "nvrtc", "sources"):
+        if len(values := {record[key] for record in records}) > 1:
+            raise ValueError(f"the parts differ in {key}: {', '.join(sorted(values))}")
+    whole = {key: value for key, value in records[0].items() if key != "part"}
+    for key in ("passed", "failed", "skipped", "hypothesis_examples"):
+        whole[key] = sum(record[key] for record in records)
+    whole["hypothesis_seed"] = [record["hypothesis_seed"] for record in records]
+    whole["date"], whole["seconds"] = (max(record[key] for record in records) for key in ("date", "seconds"))
+    out.write_text(json.dumps(whole, indent=2) + "\n")
+
+
 def main() -> int:
     """Say of each record whether it matches; the exit status is 0 only if there are some and all do."""
     records = sorted(RECORDS.glob("*.json"))
@@ -96,4 +120,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if sys.argv[1:2] == ["join"]:
+        join(Path(sys.argv[2]), [Path(part) for part in sys.argv[3:]])
+    else:
+        sys.exit(main())

@@ -324,12 +324,8 @@ def test_b58_replays_of_a_graph_see_new_data(kernels: str) -> None:
     q, k, v, do = x
     o, lse = cupy.empty_like(q), cupy.empty(q.shape[:-1], np.float32)
     gradients = tuple(cupy.empty_like(a) for a in (q, k, v))
-    scratch = [
-        GPU.empty_bytes(cuflash.workspace_nbytes(operation, q, k, v, **options))
-        for operation in ("attention", "attention_backward")
-    ]
 
-    def calls() -> None:
+    def calls(scratch: list[Any]) -> None:
         cuflash.attention(q, k, v, return_lse=True, out=(o, lse), workspace=scratch[0], **options)
         cuflash.attention_backward(do, q, k, v, o, lse, out=gradients, workspace=scratch[1], **options)
 
@@ -337,9 +333,13 @@ def test_b58_replays_of_a_graph_see_new_data(kernels: str) -> None:
     cupy.cuda.Device().synchronize()
     with stream:
         with fused() if kernels == "in turns" else nullcontext():
-            calls()
+            scratch = [
+                GPU.empty_bytes(cuflash.workspace_nbytes(operation, q, k, v, **options))
+                for operation in ("attention", "attention_backward")
+            ]
+            calls(scratch)
             stream.begin_capture()
-            calls()
+            calls(scratch)
             graph = stream.end_capture()
         for values, expected in zip(versions[1:] + versions[:1], want[1:] + want[:1], strict=True):
             for array, new in zip(x, values, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -51,6 +52,57 @@ def test_a_record_matches_if_its_sources_are_these_and_nothing_failed(
     (tmp_path / "x.json").write_text(json.dumps(record | {"sources": sources or recording.sources_digest()}))
     assert recording.main() == (0 if matches else 1)
     assert ("does not match" in capsys.readouterr().out) != matches
+
+
+def part(index: int, count: int, **more: object) -> dict[str, object]:
+    """The record of a part of a run."""
+    counts = {"passed": 10 + index, "failed": index - 1, "skipped": 1, "hypothesis_examples": 100}
+    where = {"gpu": "X", "driver": "1", "nvrtc": "(13, 0)", "sources": "same"}
+    when = {"date": f"2000-01-0{index}", "seconds": 5.0 * index, "hypothesis_seed": index}
+    return {**where, **counts, **when, "part": f"{index}/{count}", **more}
+
+
+def written(folder: Path, records: list[dict[str, object]]) -> list[Path]:
+    paths = [folder / f"{at}.json" for at in range(len(records))]
+    for path, record in zip(paths, records, strict=True):
+        path.write_text(json.dumps(record))
+    return paths
+
+
+def test_parts_of_a_run_join(tmp_path: Path) -> None:
+    out = tmp_path / "whole.json"
+    recording.join(out, written(tmp_path, [part(2, 2), part(1, 2)]))
+    whole = json.loads(out.read_text())
+    assert (whole["passed"], whole["failed"], whole["skipped"], whole["hypothesis_examples"]) == (23, 1, 2, 200)
+    assert whole["hypothesis_seed"] == [2, 1] and whole["seconds"] == 10 and whole["date"] == "2000-01-02"
+    assert "part" not in whole and whole["sources"] == "same"
+
+
+@pytest.mark.parametrize(
+    ("records", "words"),
+    [
+        ([part(1, 2)], "1/2"),
+        ([part(1, 2), part(1, 2)], "1/2, 1/2"),
+        ([part(1, 2), part(2, 3)], "2/3"),
+        ([part(1, 2), part(2, 2, sources="other")], "sources: other, same"),
+    ],
+)
+def test_what_is_not_each_part_of_one_run_does_not_join(
+    tmp_path: Path, records: list[dict[str, object]], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        recording.join(tmp_path / "whole.json", written(tmp_path, records))
+
+
+def test_parts_share_out_the_tests() -> None:
+    def collected(*options: str) -> list[str]:
+        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *options, __file__]
+        answer = subprocess.run(command, cwd=recording.ROOT, capture_output=True, text=True, timeout=120)
+        return [line for line in answer.stdout.splitlines() if "::" in line] or [answer.stderr]
+
+    thirds = [collected("--part", f"{index}/3", "-k", "digest") for index in (1, 2, 3)]
+    assert sorted(itertools.chain(*thirds)) == sorted(collected("-k", "digest")) and all(thirds)
+    assert "--part must be I/N" in collected("--part", "4/3")[0]
 
 
 @pytest.mark.skipif(not recording.gpu_missing(), reason="there is a GPU")
