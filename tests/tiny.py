@@ -33,7 +33,7 @@ from pathlib import Path
 from cuflash import compile, params
 import tiny
 compile.kernels_dir = lambda: Path({folder!r})
-params.static_asserts = lambda dtype: ""
+params.static_asserts = lambda dtype, maps: ""
 """
 
 
