@@ -157,7 +157,7 @@ class _Entry(NamedTuple):
 def install_hint(missing: str) -> str:
     """Say what is missing and which command installs it."""
     return (
-        f"{missing} is missing, and cuflash needs it to run on a GPU. Install it with\n"
+        f"{missing} is missing, and cuflash needs it to run on, or compile for, a GPU. Install it with\n"
         '    pip install "cuflash[cuda13]"    for a driver that supports CUDA 13 (580 or newer), or\n'
         '    pip install "cuflash[cuda12]"    for a driver that supports CUDA 12'
     )

@@ -331,6 +331,7 @@ OTHERS: list[tuple[str, Any, type[Exception], tuple[str, ...]]] = [
         ValueError,
         ("'attention'", "'forward'"),
     ),
+    ("workspace without an operation", lambda: cuflash.workspace_nbytes(Q, K, V), TypeError, ("first", "ndarray")),
     ("workspace without v", lambda: cuflash.workspace_nbytes("attention", Q, K), TypeError, ("needs v",)),
     ("lse need v", lambda: cuflash.attention_lse_vjp(Q, K, need=("v",)), ValueError, ("need names 'v'", "q, k")),
     ("lse vjp None", lambda: cuflash.attention_lse_vjp(Q, K)[1](None), TypeError, ("None",)),
