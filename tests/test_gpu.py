@@ -120,7 +120,7 @@ def test_forward_sm90(case: Case) -> None:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize(("d", "e"), [(64, 64), (128, 128), (40, 128), (80, 80), (96, 8), (192, 128), (256, 256)])
 def test_the_sm90_family_takes_what_it_is_for(dtype: str, precision: str | None, d: int, e: int) -> None:
-    """Lengths that no block divides, a band, broadcast keys, rows without keys, more tiles than CTAs."""
+    """Lengths that no block divides, rows long and short, a band, broadcast keys, rows and tiles without keys."""
     if precision and dtype != "float32":
         pytest.skip("precision is float32's")
     if dtype == "float32" and max(d, e) > 128:
@@ -129,6 +129,7 @@ def test_the_sm90_family_takes_what_it_is_for(dtype: str, precision: str | None,
     band = {"causal": True, "align": "bottom-right", **more}
     for heads, m, n, options in (
         (3, 333, 517, more),
+        (1, 200, 1100, more),  # long rows
         (2, 417, 233, band),
         (140, 70, 90, band | {"window": (50, 7)}),  # of up to 192 rows a tile: one for each head, more than CTAs
     ):
