@@ -622,11 +622,11 @@ def workspace_nbytes(
     >>> cuflash.workspace_nbytes("attention_backward", q, k, v, causal=True)
     0
     """
+    names = ", ".join(map(repr, calls.OPERATIONS))
     if not isinstance(operation, str):
-        names = ", ".join(map(repr, calls.OPERATIONS))
         raise TypeError(f"operation, the first argument, must be one of {names}, got {type(operation).__name__}")
     if operation not in calls.OPERATIONS:
-        raise ValueError(f"operation must be one of {', '.join(map(repr, calls.OPERATIONS))}, got {operation!r}")
+        raise ValueError(f"operation must be one of {names}, got {operation!r}")
     if operation == "attention" and v is None:
         raise TypeError("operation 'attention' needs v")
     has_value = v is not None and operation != "attention_lse"

@@ -20,9 +20,6 @@ SECTION_BYTES = 32 << 20
 PLANE_ROWS = 8
 """Of a warp of the kernel that makes planes, as attention_planes.cu has it."""
 
-MAX_INT = 2**31 - 1
-"""Kernels number tiles, and what comes after the last of them, in 32 bits."""
-
 WORTH_PLANES = 170
 """Scores for each row of q, k and v from which on planes save more time than it costs to make them."""
 
@@ -72,7 +69,7 @@ def forward(problem: Problem, multiprocessors: int) -> Forward | None:
         return None
     batch = math.prod(problem.inner_batch)
     count = -(-problem.m // tile.block_m) * batch
-    if count > MAX_INT - multiprocessors:
+    if count > params.MAX_INT - multiprocessors:  # CTAs claim as many numbers after the last tile's
         return None
     uneven = scores < problem.m * problem.n
     nbytes = 2 * planes * problem.n * (problem.d + problem.e)

@@ -20,7 +20,6 @@ from cuflash import compile, hopper, memory, params, tiles, tma
 from cuflash.problem import Problem
 
 LOG2E = math.log2(math.e)
-MAX_INT = 2**31 - 1
 _MERGE_PARAMS = np.dtype(f"V{params.MERGE_SIZE}")
 
 
@@ -78,7 +77,7 @@ def _check(problem: Problem, operation: str, family: str) -> None:
                 f"{operation} in {problem.dtype} takes at most {most} features on this GPU ({operation}_{family} for "
                 f"sm_{target}), {name} have {letter} = {length}; the host serves any number"
             )
-    if problem.m + problem.n > MAX_INT - 1024:
+    if problem.m + problem.n > params.MAX_INT - 1024:
         raise NotImplementedError(f"kernels count rows in 32 bits: m + n = {problem.m + problem.n} is too many")
     memory.layout_of(problem, _input_strides(problem))  # batch axes that no kernel can follow
 
@@ -443,8 +442,10 @@ def _launch(
     grid_extents = [1 if i in loop else layout.extents[i] for i in range(memory.MAX_BATCH_AXES)]
     loop_extents = [layout.extents[i] if i in loop else 1 for i in range(memory.MAX_BATCH_AXES)]
     grid = blocks * math.prod(grid_extents)
-    if grid > MAX_INT or math.prod(loop_extents) > MAX_INT:
-        raise NotImplementedError(f"{variant.operation} would need {grid} blocks, a launch has at most {MAX_INT}")
+    if grid > params.MAX_INT or math.prod(loop_extents) > params.MAX_INT:
+        raise NotImplementedError(
+            f"{variant.operation} would need {grid} blocks, a launch has at most {params.MAX_INT}"
+        )
     ints = {f"grid_extent{i}": grid_extents[i] for i in range(memory.MAX_BATCH_AXES)}
     ints |= {f"loop_extent{i}": loop_extents[i] for i in range(memory.MAX_BATCH_AXES)}
     ints |= {"seqlen_q": problem.m, "seqlen_k": problem.n, "head_dim": problem.d, "value_dim": problem.e}
@@ -458,10 +459,9 @@ def _launch(
         "softcap": problem.softcap or 0.0,
     }
     kernel = compile.kernel(variant, problem.device)
-    nbytes = params.size(variant.operation, problem.dtype, variant.maps)
-    without_maps = nbytes - variant.maps * params.TENSOR_MAP_BYTES
-    tail = params.pack_tail(layout.strides, ints, scalars, problem.dtype, without_maps)
-    block, packed = (variant.tile.threads,), np.dtype(f"V{nbytes}")
+    tail = params.pack_tail(layout.strides, ints, scalars, problem.dtype, variant.maps)
+    packed = np.dtype(f"V{params.size(variant.operation, problem.dtype, variant.maps)}")
+    block = (variant.tile.threads,)
     return _Launch(kernel, variant, (grid,), block, variant.smem_bytes, tail, maps, packed)
 
 
@@ -547,7 +547,7 @@ def merge(os_: Any, lses: Any, o: Any, lse: Any) -> None:
         _check_dtype("attention_merge", dtype, target, family)
     variant = tiles.row_variant("attention_merge", dtype, "strided", target, family)
     grid = -(-math.prod(axes.extents) * rows // variant.tile.warps)
-    if grid > MAX_INT:
-        raise NotImplementedError(f"attention_merge would need {grid} blocks, a launch has at most {MAX_INT}")
+    if grid > params.MAX_INT:
+        raise NotImplementedError(f"attention_merge would need {grid} blocks, a launch has at most {params.MAX_INT}")
     kernel = compile.kernel(variant, device)
     kernel((grid,), (variant.tile.threads,), (np.frombuffer(packed, _MERGE_PARAMS)[0],))

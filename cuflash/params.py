@@ -27,6 +27,10 @@ INTS = (
     "seqlen_q", "seqlen_k", "head_dim", "value_dim", "band_lo", "band_hi", "need", "store_vector",
     "splits", "key_warps", "section",
 )  # fmt: skip
+
+MAX_INT = 2**31 - 1
+"""What one of ``INTS`` holds, and what kernels number blocks and tiles in."""
+
 SCALARS = ("scale", "exponent_scale", "lse_scale", "softcap")
 """Of the accumulation dtype."""
 
@@ -76,14 +80,14 @@ def pack_tail(
     ints: Mapping[str, int],
     scalars: Mapping[str, float],
     dtype: str,
-    nbytes: int | None = None,
+    maps: int = 0,
 ) -> bytes:
-    """The part of the struct that does not change while shapes, strides and options stay the same; the whole struct
-    without tensor maps has ``nbytes``."""
+    """The part of the struct that does not change while shapes, strides and options stay the same, of a kernel that
+    takes so many tensor maps before it."""
     absent = (0,) * STRIDES_PER_TENSOR
     flat = [s for name in TENSORS for s in strides.get(name, absent)]
     tail = _TAILS[_scalar(dtype)].pack(*flat, *(scalars[f] for f in SCALARS), *(ints[i] for i in INTS))
-    return tail.ljust((nbytes or size("attention_forward", dtype)) - _POINTERS.size, b"\0")
+    return tail.ljust(size("attention_forward", dtype, maps) - maps * TENSOR_MAP_BYTES - _POINTERS.size, b"\0")
 
 
 def pack(pointers: Sequence[int], tail: bytes) -> bytes:

@@ -306,9 +306,10 @@ SM90_SHORT: dict[tuple[str, str | None], dict[int, Tile]] = {
     # at S 512 and 1024 2 to 17 percent over 192 rows, at 4096 10 percent behind
     ("16 bits", None): _sm90_rows((64, 128, 128, 4, 2)),
 }
-"""Rows in their place for `SHORT_ROWS` keys a query row or less."""
+"""Rows in their place for few keys a query row."""
 
 SHORT_ROWS = 1024
+"""The most keys a query row, in the mean over the rows, that are few."""
 
 GENERAL = {
     ("16 bits", "attention_forward"): _rows((64, 128, 64, 1, 4), (128, 64, 64, 1, 4)),

@@ -71,7 +71,7 @@ class Pretended:
     def kernel(self, variant: compile.Variant, device: int) -> Any:
         def launched(grid: tuple[int], block: tuple[int], arguments: tuple[Any], shared_mem: int = 0) -> None:
             assert arguments[0].nbytes == params.size(variant.operation, variant.dtype, variant.maps)
-            assert block == (32 * variant.tile.warps,) and 0 < grid[0] <= launch.MAX_INT
+            assert block == (32 * variant.tile.warps,) and 0 < grid[0] <= params.MAX_INT
             assert shared_mem == variant.smem_bytes <= tiles.SMEM_LIMIT[variant.target]
             self.launched.append(variant)
 
