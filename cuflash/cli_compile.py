@@ -88,9 +88,12 @@ def _serves(variant: Variant, head_dim: int) -> bool:
     """Whether the launcher may ask for the variant where the larger of d and e is ``head_dim``."""
     if variant.tile == tiles.ROW_KERNEL:
         return True
+    if variant.family == "sm90" and variant.operation in tiles.SM90_FEW:
+        return variant.tile.head_dim == head_dim  # these take exactly so many
     if variant.family == "sm90":
-        served = (tiles.sm90_forward(variant.dtype, variant.precision, head_dim, keys) for keys in (1, math.inf))
-        return variant.tile in served
+        like, plain = (variant.dtype, variant.precision, head_dim), not variant.scores
+        tiles_of = [tiles.sm90_forward(*like, keys, plain) for keys in (1, math.inf)]
+        return variant.tile in (*tiles_of, tiles.sm90_forward(*like, has_value=False))
     backward = tiles.backward_operations(variant.dtype, head_dim, variant.target, variant.family)
     if variant.operation in tiles.KEY_GRADIENTS and variant.operation not in backward:
         return False

@@ -111,7 +111,7 @@ class Variant:
     def maps(self) -> int:
         """How many tensor maps the kernel takes."""
         takes = self.family == "sm90" and self.operation == "attention_forward"
-        return 3 * params.planes(self.dtype, self.precision) if takes else 0
+        return 3 * params.planes(self.dtype, self.precision) + 1 if takes else 0
 
     def __str__(self) -> str:
         return f"{self.name} for sm_{self.target}"

@@ -24,10 +24,16 @@ WORTH_PLANES = 170
 """Scores for each row of q, k and v from which on planes save more time than it costs to make them."""
 
 
+NARROW_PLANES = 16
+"""Features up to which planes do not pay: their tiles have 64 columns, the portable family has one of 16. A head of
+16384 with 16 features took 0.55 clocks a score and SM, there 0.38."""
+
+
 class Forward(NamedTuple):
     """How the kernel takes a problem."""
 
     tile: tiles.Tile
+    plain: bool
     planes: int
     tiles: int
     """Of query rows, over the whole batch."""
@@ -52,20 +58,25 @@ class Map(NamedTuple):
 
     tensor: int
     offset: int
-    box: tma.Box
+    box: tma.Box | None
     encode: Callable[[int], bytes]
     """From an address to the map, those of late kept."""
 
 
+NO_MAP = Map(0, 0, None, lambda address: bytes(params.TENSOR_MAP_BYTES))
+"""Of an array that is not there, or not for the copy engine."""
+
+
 @lru_cache(maxsize=4096)
-def forward(problem: Problem, multiprocessors: int) -> Forward | None:
-    """None where another kernel serves a problem, which is one without score terms, better."""
+def forward(problem: Problem, multiprocessors: int, plain: bool) -> Forward | None:
+    """None where another kernel serves a problem better. ``plain``: it takes a variant without score terms."""
     scores = _scores(problem)
-    tile = tiles.sm90_forward(problem.dtype, problem.precision, max(problem.d, problem.e), scores / problem.m)
-    if tile is None or not problem.has_value:
+    features, keys = max(problem.d, problem.e), scores / problem.m
+    tile = tiles.sm90_forward(problem.dtype, problem.precision, features, keys, plain, problem.has_value)
+    if tile is None:
         return None
     planes = params.planes(problem.dtype, problem.precision)
-    if planes > 1 and scores < WORTH_PLANES * (problem.m + 2 * problem.n):
+    if planes > 1 and (features <= NARROW_PLANES or scores < WORTH_PLANES * (problem.m + 2 * problem.n)):
         return None
     batch = math.prod(problem.inner_batch)
     count = -(-problem.m // tile.block_m) * batch
@@ -74,7 +85,7 @@ def forward(problem: Problem, multiprocessors: int) -> Forward | None:
     uneven = scores < problem.m * problem.n
     nbytes = 2 * planes * problem.n * (problem.d + problem.e)
     section = min(batch, max(1, SECTION_BYTES // nbytes)) if uneven else 1
-    return Forward(tile, planes, count, section, uneven and count > multiprocessors)
+    return Forward(tile, plain, planes, count, section, uneven and count > multiprocessors)
 
 
 def _scores(problem: Problem) -> int:
@@ -93,14 +104,16 @@ def scratch(problem: Problem, taken: Forward) -> Scratch:
     """Scratch memory of a call."""
     q = k = v = 0
     if taken.planes > 1:
-        q, k, v = (taken.planes * _plane_nbytes(problem, name) for name in "qkv")
+        q, k = (taken.planes * _plane_nbytes(problem, name) for name in "qk")
+        v = taken.planes * _plane_nbytes(problem, "v") if problem.has_value else 0
     k_planes, v_planes, claims, end = itertools.accumulate((q, k, v, 16 if taken.claims else 0))
     return Scratch(0, k_planes, v_planes, claims, end + 16 if end else 0)  # the caller's memory may start anywhere
 
 
 def plane_warps(problem: Problem) -> int:
     """Warps of the kernel that makes planes: each takes some rows of one array."""
-    q, k, v = (math.prod(memory.own_batch(problem, name)) for name in "qkv")
+    q, k = (math.prod(memory.own_batch(problem, name)) for name in "qk")
+    v = math.prod(memory.own_batch(problem, "v")) if problem.has_value else 0
     return q * -(-problem.m // PLANE_ROWS) + (k + v) * -(-problem.n // PLANE_ROWS)
 
 
@@ -113,13 +126,22 @@ def _plane_nbytes(problem: Problem, name: str) -> int:
 def maps(problem: Problem, layout: memory.Layout, taken: Forward) -> tuple[Map, ...] | None:
     """The maps of q, k and v in the kernel's order, None where the copy engine cannot follow an array."""
     found = []
-    for name in "qkv":
+    for name in "qkv" if problem.has_value else "qk":
         tensor, dtype = (f"{name}_planes", "bfloat16") if taken.planes > 1 else (name, problem.dtype)
         rows = taken.tile.block_m if name == "q" else taken.tile.block_n
         box = tma.box(dtype, layout.lengths[tensor], layout.extents, layout.strides[tensor], rows)
         if box is None:
             return None
         nbytes = _plane_nbytes(problem, name)
-        encode = lru_cache(maxsize=256)(partial(tma.encode, box))
-        found += [Map(params.TENSORS.index(tensor), plane * nbytes, box, encode) for plane in range(taken.planes)]
-    return tuple(found)
+        found += [_map(tensor, plane * nbytes, box) for plane in range(taken.planes)]
+    return tuple(found + [NO_MAP] * (3 * taken.planes - len(found)))
+
+
+def output_map(problem: Problem, layout: memory.Layout) -> Map | None:
+    """The map of o, by the rows of a warpgroup, None where the copy engine cannot follow it."""
+    box = tma.box(problem.dtype, layout.lengths["o"], layout.extents, layout.strides["o"], 64)
+    return None if box is None else _map("o", 0, box)
+
+
+def _map(tensor: str, offset: int, box: tma.Box) -> Map:
+    return Map(params.TENSORS.index(tensor), offset, box, lru_cache(maxsize=256)(partial(tma.encode, box)))

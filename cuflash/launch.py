@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuflash import compile, hopper, memory, params, tiles, tma
+from cuflash import compile, few, hopper, memory, params, tiles, tma
 from cuflash.problem import Problem
 
 LOG2E = math.log2(math.e)
@@ -97,56 +97,29 @@ def _input_strides(problem: Problem) -> dict[str, memory.Strides | None]:
 def workspace_nbytes(problem: Problem, operation: str) -> int:
     """Bytes of scratch memory of a call.
 
-    Forward: where the grid splits the keys, what each split leaves of a row; where float32 is multiplied in planes,
-    those; where CTAs claim tiles, a count. Backward: two numbers a query row, and where one kernel may compute all
-    gradients, a row of sums as wide as its tile and a count for each block of rows.
+    Forward: where the grid splits the keys, what each split leaves of a row, and counts; where float32 is multiplied in
+    planes, those; where CTAs claim tiles, a count. Backward: two numbers a query row, and where one kernel may compute
+    all gradients, a row of sums as wide as its tile and a count for each block of rows.
     """
     families = _families(problem.device)
     if operation != "attention_backward":
         if sm90 := _sm90(problem, families):
             return hopper.scratch(problem, sm90).nbytes
-        return memory.split_nbytes(problem, _splits(problem, families.portable))
+        return max((few.scratch(problem, kernel).nbytes for kernel in _few(problem, families)), default=0)
     return memory.workspace_of(problem, _fused_tile(problem, families.portable)).nbytes
 
 
-class _Narrow(NamedTuple):
-    """How the kernel for few features takes a problem: into how many parts the warps of a CTA split the keys, into how
-    many blocks the rows of a batch element fall then, and into how many parts the grid splits the keys."""
-
-    tile: tiles.Tile
-    key_warps: int
-    row_blocks: int
-    splits: int
-
-
-@lru_cache(maxsize=4096)
-def _narrow(problem: Problem, family: str) -> _Narrow | None:
-    """None where another kernel serves the problem."""
-    dtype, target = problem.dtype, _target(problem.device)
-    if problem.softcap is not None:
-        return None
-    d = tiles.bucket(tiles.NARROW, dtype, "strided", target, family, max(problem.d, problem.e))
-    if d is None:
-        return None
-    tile = tiles.tile(tiles.NARROW, dtype, d, "strided", False, target, family)
-    key_warps = tiles.key_warps(tile, dtype, problem.m)
-    row_blocks = -(-problem.m // (tile.block_m // key_warps))
-    units = row_blocks * math.prod(problem.inner_batch)
-    slots = tiles.resident(tile, dtype, target) * _multiprocessors(problem.device)
-    return _Narrow(tile, key_warps, row_blocks, tiles.splits(units, -(-problem.n // tile.block_n), slots))
+def _few(problem: Problem, families: _Families) -> tuple[few.Few, ...]:
+    """The kernels for few features that can take a problem, best first."""
+    device = problem.device
+    return few.forwards(problem, _target(device), families.portable, families.hopper, _multiprocessors(device))
 
 
 def _sm90(problem: Problem, families: _Families) -> hopper.Forward | None:
     """How the forward of the sm90 family takes a problem, None where another kernel does."""
-    if not families.hopper or not _is_plain(problem) or _narrow(problem, families.portable):
+    if not families.hopper or _few(problem, families):
         return None
-    return hopper.forward(problem, _multiprocessors(problem.device))
-
-
-def _splits(problem: Problem, family: str) -> int:
-    """Into how many parts the grid splits the keys of a forward."""
-    narrow = _narrow(problem, family)
-    return 1 if narrow is None else narrow.splits
+    return hopper.forward(problem, _multiprocessors(problem.device), _is_plain(problem))
 
 
 @lru_cache(maxsize=4096)
@@ -166,8 +139,9 @@ def forward(problem: Problem, q: Any, k: Any, v: Any, key_bias: Any, o: Any, lse
     # The problem knows the strides of the inputs.
     o_strides, lse_strides = None if o is None else o.strides, None if lse is None else lse.strides
     bits, families = _Bits(inputs, pointers[4] & 15, vectors), _families(problem.device)
-    family, sm90 = families.portable, _sm90(problem, families)
-    plan = _plan_forward(problem, family, sm90, o_strides, lse_strides, bits)
+    sm90, kernels = _sm90(problem, families), _few(problem, families)
+    key_bits = (pointers[1] & 15, pointers[2] & 15, pointers[3] & 15) if kernels else ()
+    plan = _plan_forward(problem, families, sm90, o_strides, lse_strides, bits, key_bits)
     zeros = (0, 0)
     if sm90 and plan[-1].maps:
         parts = hopper.scratch(problem, sm90)
@@ -177,9 +151,13 @@ def forward(problem: Problem, q: Any, k: Any, v: Any, key_bias: Any, o: Any, lse
             planes = [start + parts.q_planes, start + parts.k_planes, start + parts.v_planes]
             pointers += [0] * (len(params.TENSORS) - len(planes) - len(pointers)) + [*planes, claims]
             zeros = (claims, 16 if sm90.claims else 0)
-    elif nbytes := memory.split_nbytes(problem, _splits(problem, family)):
-        workspace, split_rows = _scratch(workspace, nbytes)
-        pointers += [0] * (len(params.TENSORS) - len(pointers)) + [0, split_rows]
+    elif taken := next((kernel for kernel in kernels if kernel.variant == plan[0].variant), None):
+        merged = few.scratch(problem, taken)
+        if merged.nbytes:
+            workspace, start = _scratch(workspace, merged.nbytes)
+            split_rows = start + merged.split_rows
+            pointers += [0] * (len(params.TENSORS) - len(pointers)) + [start, split_rows]
+            zeros = (start, merged.split_rows)  # the counts before
     _run(plan, pointers, *zeros)
 
 
@@ -247,21 +225,23 @@ def _run(plan: Sequence[_Launch], pointers: Sequence[int], zeros: int = 0, nbyte
 @lru_cache(maxsize=4096)
 def _plan_forward(
     problem: Problem,
-    family: str,
+    families: _Families,
     sm90: hopper.Forward | None,
     o_strides: memory.Strides | None,
     lse_strides: memory.Strides | None,
     bits: _Bits,
+    key_bits: tuple[int, ...],
 ) -> tuple[_Launch, ...]:
     bits.check(problem.dtype)
     given = {**_input_strides(problem), "o": o_strides, "lse": lse_strides}
     if sm90 and (plan := _plan_sm90(problem, sm90, given, bits)):
         return plan
     layout = memory.layout_of(problem, given)
-    if narrow := _narrow(problem, family):
-        return _plan_narrow(problem, family, layout, narrow)
+    for kernel in _few(problem, families):
+        if few.takes(kernel, problem, layout, key_bits):
+            return _plan_few(problem, families.portable, layout, kernel)
     load = memory.load_kind(problem.dtype, layout, ("q", "k", "v"), bits.loads)
-    variant = _variant(problem, "attention_forward", family, load)
+    variant = _variant(problem, "attention_forward", families.portable, load)
     blocks = -(-problem.m // variant.tile.block_m)
     vector = memory.load_kind(problem.dtype, layout, ("o",), bits.rows) == "16"
     return (_launch(problem, variant, layout, blocks, store_vector=vector),)
@@ -279,8 +259,11 @@ def _plan_sm90(
     if maps is None or (sm90.planes == 1 and bits.loads % tma.ALIGNMENT):
         return None
     vector = memory.load_kind(problem.dtype, layout, ("o",), bits.rows) == "16"
-    main = tiles.sm90_variant(problem.dtype, sm90.tile, problem.precision)
-    launch = _launch(problem, main, layout, 1, store_vector=vector, section=sm90.section, maps=maps)
+    main = tiles.sm90_variant(problem.dtype, sm90.tile, problem.precision, sm90.plain)
+    output = None
+    if problem.has_value and sm90.tile.q_stages > 1 and bits.rows % tma.ALIGNMENT == 0:
+        output = hopper.output_map(problem, layout)
+    launch = _launch(problem, main, layout, 1, store_vector=vector, section=sm90.section, maps=maps, output=output)
     launch = launch._replace(grid=(min(sm90.tiles, _multiprocessors(problem.device)),))
     if sm90.planes == 1:
         return (launch,)
@@ -289,16 +272,14 @@ def _plan_sm90(
     return _launch(problem, split, layout, 1)._replace(grid=(blocks,)), launch
 
 
-def _plan_narrow(problem: Problem, family: str, layout: memory.Layout, narrow: _Narrow) -> tuple[_Launch, ...]:
-    target, d = _target(problem.device), narrow.tile.head_dim
-    variant = tiles.variant(tiles.NARROW, problem.dtype, d, "strided", False, target, family)
-    blocks = narrow.row_blocks * narrow.splits
-    main = _launch(problem, variant, layout, blocks, splits=narrow.splits, key_warps=narrow.key_warps)
-    if narrow.splits == 1:
+def _plan_few(problem: Problem, family: str, layout: memory.Layout, kernel: few.Few) -> tuple[_Launch, ...]:
+    variant, key_warps, row_blocks, splits = kernel
+    main = _launch(problem, variant, layout, row_blocks * splits, splits=splits, key_warps=key_warps)
+    if splits == 1 or kernel.merges:
         return (main,)
     merge = _row_variant(problem, "attention_merge_splits", family, "strided")
     rows = math.prod(layout.extents) * problem.m
-    merging = _launch(problem, merge, layout, 1, splits=narrow.splits)
+    merging = _launch(problem, merge, layout, 1, splits=splits)
     return main, merging._replace(grid=(-(-rows // merge.tile.warps),))
 
 
@@ -438,6 +419,7 @@ def _launch(
     key_warps: int = 1,
     section: int = 1,
     maps: tuple[hopper.Map, ...] = (),
+    output: hopper.Map | None = None,
 ) -> _Launch:
     grid_extents = [1 if i in loop else layout.extents[i] for i in range(memory.MAX_BATCH_AXES)]
     loop_extents = [layout.extents[i] if i in loop else 1 for i in range(memory.MAX_BATCH_AXES)]
@@ -451,7 +433,7 @@ def _launch(
     ints |= {"seqlen_q": problem.m, "seqlen_k": problem.n, "head_dim": problem.d, "value_dim": problem.e}
     ints |= {"band_lo": problem.band.lo, "band_hi": problem.band.hi}
     ints |= {"need": need, "store_vector": int(store_vector), "splits": splits, "key_warps": key_warps}
-    ints |= {"section": section}
+    ints |= {"section": section, "store_map": int(output is not None)}
     scalars = {
         "scale": problem.scale,
         "exponent_scale": LOG2E if variant.prescaled else _exponent_scale(problem),
@@ -462,6 +444,8 @@ def _launch(
     tail = params.pack_tail(layout.strides, ints, scalars, problem.dtype, variant.maps)
     packed = np.dtype(f"V{params.size(variant.operation, problem.dtype, variant.maps)}")
     block = (variant.tile.threads,)
+    if maps:
+        maps += (output or hopper.NO_MAP,)
     return _Launch(kernel, variant, (grid,), block, variant.smem_bytes, tail, maps, packed)
 
 

@@ -86,7 +86,7 @@ def layout_of(
             _contiguous(problem, problem.q_batch, _turn_count(m, fused)),
             (1, 0),
         )
-    for name in PLANES if planes else ():
+    for name in (name for name in PLANES if planes and name[0] in batch_strides):
         rows, cols = lengths[name] = lengths[name[0]]
         pitch, shape = plane_pitch(cols), own_batch(problem, name[0])
         batch_strides[name], core_strides[name] = _contiguous(problem, shape, rows * pitch), (pitch, 1)
@@ -201,10 +201,3 @@ def workspace_of(problem: Problem, fused: tiles.Tile | None) -> Workspace:
         turns, claims = 4 * q_batch * _turn_count(problem.m, fused), 16
     delta, accum, turn, claim, end = itertools.accumulate((rows, rows, sums, turns, claims))
     return Workspace(delta, accum, turn, claim, end + 16)  # the caller's memory may start anywhere
-
-
-def split_nbytes(problem: Problem, splits: int) -> int:
-    """Bytes for what splits of the keys leave of each row: a reference, a sum of p and the sums of p v; 0 for one."""
-    rows = splits * math.prod(problem.inner_batch) * problem.m
-    nbytes = tiles.accumulator_bytes(problem.dtype) * rows * (2 + problem.e) + 16  # the caller's may start anywhere
-    return 0 if splits == 1 else nbytes

@@ -6,6 +6,7 @@ is the measured or counted reason. Head dims between buckets take the next one u
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -27,7 +28,20 @@ FUSED = "attention_backward_dqkv"
 """dq, dk and dv in one kernel: plain variants with 16-byte loads only."""
 
 NARROW = "attention_narrow"
-"""The forward for few features, by multiply-adds: one variant a row, with key_bias, without softcap, at any strides."""
+"""The forward for few features, by multiply-adds: one variant a row, with key_bias, without softcap. It takes any
+strides; that of the sm90 family rows that lie one after the other."""
+NARROW_F64 = "attention_narrow_f64"
+"""The same in float64 in the sm90 family, on tensor cores."""
+ONE_QUERY = "attention_one_query"
+"""The forward of a single query over few features, in the sm90 family."""
+LANES = "attention_narrow_lanes"
+"""The forward for few features and many rows, which lanes own, in the sm90 family."""
+
+NARROW_F64_KEYS = 32
+"""That a warp of its kernel takes at once."""
+
+ROOTS_BYTES = 8 * 16 * 256
+"""Of the roots of 2 that float64 kernels for few features keep in shared memory."""
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -43,9 +57,10 @@ class Tile:
 
     ``stages`` is how many blocks the backward, the narrow kernels and the forward of sm_90 keep in flight, in the fused
     backward three with one barrier a step; the portable forward has one of K and one of V. Of the ``warps``,
-    ``column_warps`` share a row of scores. ``low_bits``: which float32 tiles are kept with what tensor cores ignore of
-    their elements: 1 those read row by row, 2 the forward's V, too. ``resident``: of the portable forward and the
-    narrow kernels, how many CTAs the registers of an SM are to hold. ``q_stages``: buffers of Q in the sm_90 forward.
+    ``column_warps`` share a row of scores; with less than 8 features for each, a forward's keep keys of their own to
+    the end. ``low_bits``: which float32 tiles are kept with what tensor cores ignore of their elements: 1 those read
+    row by row, 2 the forward's V, too. ``resident``: of the portable forward and the narrow kernels, how many CTAs the
+    registers of an SM are to hold. ``q_stages``: buffers of Q in the sm_90 forward.
     """
 
     head_dim: int
@@ -60,8 +75,8 @@ class Tile:
     q_stages: int = 1
 
     def __post_init__(self) -> None:
-        if any(dim % 16 and dim > 8 for dim in (self.head_dim, self.value_dim)):
-            raise ValueError(f"tile head dims above 8 must be multiples of 16, got {self.head_dim=}, {self.value_dim=}")
+        if any(dim % 16 and dim > 12 for dim in (self.head_dim, self.value_dim)):
+            raise ValueError(f"tile head dims above 12 must be multiples of 16, not {self.head_dim}, {self.value_dim}")
         if self.block_m % 16 or self.block_n % 16:
             raise ValueError(f"blocks must be multiples of 16, got {self.block_m=}, {self.block_n=}")
 
@@ -72,7 +87,7 @@ class Tile:
     def smem_bytes(self, operation: str, dtype: str, precision: str | None = None, family: str = "sm80") -> int:
         """Dynamic shared memory: ``sizeof(SharedStorage)`` of the kernel, which static_asserts that it agrees."""
         if family == "sm90":
-            return self._sm90_bytes(params.planes(dtype, precision)) if operation == "attention_forward" else 0
+            return self._sm90_bytes(operation, dtype, precision)
         twice = 2 if self.low_bits and precision is None else 1
         itemsize, accumulator = ITEMSIZE[dtype], accumulator_bytes(dtype)
         q, k = itemsize * self.block_m * self.head_dim, itemsize * self.block_n * self.head_dim
@@ -80,10 +95,14 @@ class Tile:
         scores = itemsize * self.block_m * self.block_n
         queries = twice * (q + do) + 2 * accumulator * self.block_m  # row_lse and delta
         shared, row = (scores, self.column_warps * accumulator) if self.column_warps > 1 else (0, 0)
+        split_keys = self.value_dim // self.column_warps < 8
+        own = (self.column_warps - 1) * do if split_keys else shared  # of the forward: o, or p
+        if dtype == "float64" and self.head_dim <= 8:
+            own += ROOTS_BYTES
         gradients = k + v + self.stages * queries
         keys = gradients + row * self.block_n
         nbytes = {
-            "attention_forward": q + twice * k + (twice if self.low_bits == 2 else 1) * v + shared + row * self.block_m,
+            "attention_forward": q + twice * k + (twice if self.low_bits == 2 else 1) * v + own + row * self.block_m,
             "attention_backward_dq": q + do + self.stages * twice * (k + v) + shared,
             "attention_backward_dk": keys + shared,
             "attention_backward_dv": keys + shared,
@@ -98,15 +117,48 @@ class Tile:
         }
         return -(-nbytes.get(operation, 0) // 128) * 128  # tiles begin at multiples of 128 bytes
 
-    def _sm90_bytes(self, planes: int) -> int:
+    def _sm90_bytes(self, operation: str, dtype: str, precision: str | None) -> int:
+        if operation == NARROW:
+            return self._sm90_narrow_bytes(ITEMSIZE[dtype])
+        if operation == LANES:
+            return self._sm90_lanes_bytes(ITEMSIZE[dtype])
+        if operation == NARROW_F64:
+            return self._sm90_narrow_f64_bytes()
+        if operation != "attention_forward":
+            return 0
+        planes = params.planes(dtype, precision)
+
         def panels(rows: int, cols: int) -> int:  # of 64 columns
             return 2 * planes * rows * -(-cols // 64) * 64
 
         k, v = panels(self.block_n, self.head_dim), panels(self.block_n, self.value_dim)
         barriers = 16 * (self.q_stages + 2 * self.stages)
         q = self.q_stages * panels(self.block_m, self.head_dim)
-        nbytes = q + self.stages * (k + v) + barriers + 4 * self.q_stages  # and the tiles' numbers
+        nbytes = q + self.stages * (k + v) + barriers + 36 * (self.q_stages + 1)  # and the tiles' work
         return -(-nbytes // 1024) * 1024  # panels begin at multiples of 1024 bytes
+
+    def _sm90_narrow_bytes(self, itemsize: int) -> int:
+        tile = 2 * itemsize * self.block_n * self.head_dim + 4 * self.block_n  # with key_bias
+        totals = 4 * self.block_m * (3 + self.value_dim)
+        sums = 4 * (self.block_m // self.warps) * (1 + self.value_dim)
+        saved = self.threads * -(-sums // 16) * 16
+        # and addresses, each warp's work, and by stage a barrier and a count
+        nbytes = -(-(self.stages * tile + totals + 32 + 20 * self.warps) // 16) * 16 + saved
+        return -(-(nbytes + 12 * self.stages) // 128) * 128
+
+    def _sm90_narrow_f64_bytes(self) -> int:
+        tile = 8 * self.block_n * (2 * self.head_dim + 1)
+        totals = 8 * self.block_m * (2 + self.value_dim)
+        nbytes = self.stages * tile + totals + 32 + -(-20 * self.warps // 8) * 8
+        constants = ROOTS_BYTES + 2 * 8 * NARROW_F64_KEYS * self.head_dim
+        return -(-(nbytes + constants + 12 * self.stages) // 128) * 128
+
+    def _sm90_lanes_bytes(self, itemsize: int) -> int:
+        tile = itemsize * self.block_n * (self.head_dim + self.value_dim + 1)  # with key_bias
+        totals = self.threads * -(-itemsize * (self.block_m // self.threads) * (2 + self.value_dim) // 16) * 16
+        # and addresses, each warp's work, and by stage a barrier and a count
+        nbytes = -(-(self.stages * tile + totals + 32 + 20 * self.warps) // 8) * 8 + 12 * self.stages
+        return -(-nbytes // 128) * 128
 
 
 def _rows(*rows: tuple[int, ...]) -> dict[int, Tile]:
@@ -247,9 +299,16 @@ TABLES: dict[str, dict[str, dict[int, dict[int, Tile]]]] = {
             64: _rows(*((d, 16, 256, 2, 4, 1, 0, 3) for d in (1, 2, 3, 4))),
         },
         "attention_forward": {
-            227: _rows((64, 64, 64, 1, 4), (128, 128, 32, 1, 8), (256, 64, 16, 1, 8, 2)),
+            227: _rows(
+                # 16 warps an SM, where one head of 16384 rows has 8: two share out the keys of their rows
+                (8, 32, 64, 1, 4, 2, 0, 4),
+                (64, 64, 64, 1, 4),
+                (128, 128, 32, 1, 8),
+                (256, 64, 16, 1, 8, 2),
+            ),
             163: _rows((128, 64, 32, 1, 8, 2), (256, 32, 16, 1, 4, 2)),
             99: _rows(
+                (8, 32, 64, 1, 4, 2, 0, 3),
                 (16, 32, 64, 1, 2),
                 (32, 64, 64, 1, 4),
                 (64, 64, 32, 1, 4),
@@ -299,8 +358,8 @@ SM90_FORWARD: dict[tuple[str, str | None], dict[int, Tile]] = {
         (128, 128, 80, 2, 1),
     ),
 }
-"""Rows of the forward of the sm90 family by kind of operand and precision. All are plain and take tensor maps. Of the
-warps four are the producer's; a consumer's warpgroup has 64 query rows."""
+"""Rows of the forward of the sm90 family by kind of operand and precision. Of the warps four are the producer's; a
+consumer's warpgroup has 64 query rows."""
 
 SM90_SHORT: dict[tuple[str, str | None], dict[int, Tile]] = {
     # at S 512 and 1024 2 to 17 percent over 192 rows, at 4096 10 percent behind
@@ -310,6 +369,64 @@ SM90_SHORT: dict[tuple[str, str | None], dict[int, Tile]] = {
 
 SHORT_ROWS = 1024
 """The most keys a query row, in the mean over the rows, that are few."""
+
+SM90_GENERAL: dict[tuple[str, str | None], dict[int, Tile]] = {
+    ("16 bits", None): _sm90_rows(
+        (64, 192, 80, 2, 1), (96, 128, 128, 2, 1), (192, 128, 80, 2, 1), (256, 128, 64, 2, 1)
+    ),
+    ("float32", "tf32"): _sm90_rows((64, 192, 80, 2, 1)),
+}
+"""Rows in the place of both where score terms made them spill."""
+
+
+def _lse_rows(*rows: tuple[int, int, int, int]) -> dict[int, Tile]:
+    """From head dim, block_m, block_n, stages."""
+    return {d: Tile(d, 0, m, n, stages, 4 * (m // 64 + 1)) for d, m, n, stages in rows}
+
+
+SM90_LSE: dict[tuple[str, str | None], dict[int, Tile]] = {
+    ("16 bits", None): _lse_rows((64, 192, 96, 2), (128, 128, 128, 2), (256, 128, 80, 2)),
+    ("float32", None): _lse_rows((64, 128, 96, 2), (128, 128, 64, 2)),
+    ("float32", "tf32"): _lse_rows((64, 192, 80, 2), (128, 128, 80, 2)),
+}
+"""Rows without values, for lse alone."""
+
+SM90_NARROW: dict[str, dict[int, Tile]] = {
+    # two CTAs of 128 registers; 4 rows a warp in thrice as many CTAs were half again as slow
+    "16 bits": _rows(*((d, 48 if d == 4 else 64, 1024, 2, 8, 1, 0, 2) for d in (1, 2, 3, 4))),
+    "float32": _rows(*((d, 48 if d == 4 else 64, 1024, 2, 8, 1, 0, 2) for d in (1, 2, 3, 4))),
+}
+"""Rows of `NARROW` in the sm90 family, by kind of operand."""
+
+SM90_NARROW_F64: dict[str, dict[int, Tile]] = {
+    # one CTA of 16 warps; two of 8 came second, and read each key twice as often
+    "float64": _rows(*((d, 256, 512, 2, 16) for d in (1, 2, 3, 4))),
+}
+"""Rows of `NARROW_F64`."""
+
+SM90_ONE_QUERY: dict[str, dict[int, Tile]] = {
+    # Bytes on their way hide what memory takes to answer: rows of 3 features fill 3 vectors of each lane, others one or
+    # two. Two or three CTAs an SM, or one of 16 warps, were alike.
+    "16 bits": _rows(*((d, 16, 16, 1 if d == 3 else 4, 8, 1, 0, 2) for d in (1, 2, 3, 4))),
+    "float32": _rows(*((d, 16, 16, 1 if d == 3 else 4, 8, 1, 0, 2) for d in (1, 2, 3, 4))),
+    "float64": _rows(*((d, 16, 16, 4 if d < 3 else 2, 8, 1, 0, 2) for d in (1, 2, 3, 4))),
+}
+"""Rows of `ONE_QUERY`, by kind of operand: ``stages`` is how many blocks of keys a warp loads at once; the sizes of a
+block follow from the dtype, those here are without meaning."""
+
+SM90_LANES: dict[str, dict[int, Tile]] = {
+    "float32": _rows(
+        # 4 rows a lane, two CTAs of 128 registers: 0.17, 0.20 and 0.26 clocks a score and SM at d 5, 6 and 8 (`NARROW`:
+        # 0.29, 0.30, 0.41). At d 8 8 rows in one CTA were 4 percent faster for a head of 16384, equal for many of 1024
+        # and 4096, 7 percent slower for one of 4096; for that one 2 rows were 8 percent faster, elsewhere slower.
+        *((d, 1024, 512, 2, 8, 1, 0, 2) for d in (5, 6, 7, 8)),
+        (12, 1024, 512, 2, 8),  # 0.35, as 16 columns on tensor cores 0.38; two CTAs of 3 rows a lane 4 percent slower
+    )
+}
+"""Rows of `LANES`, by kind of operand: a CTA has ``block_m`` query rows, a lane those of its warp that are 32 apart."""
+
+SM90_FEW = {NARROW: SM90_NARROW, NARROW_F64: SM90_NARROW_F64, ONE_QUERY: SM90_ONE_QUERY, LANES: SM90_LANES}
+"""The operations of the sm90 family that take exactly as many features as their rows have."""
 
 GENERAL = {
     ("16 bits", "attention_forward"): _rows((64, 128, 64, 1, 4), (128, 64, 64, 1, 4)),
@@ -331,14 +448,14 @@ PRECISE: dict[tuple[str | None, str], dict[int, dict[int, Tile]]] = {
 """Rows of a precision in place of its dtype's, for variants without score terms, by class of shared memory."""
 
 SPILLS = {
-    # In the producer, which has 24 registers; NVRTC 13.5 in a few places more.
-    ("16 bits", "attention_forward_sm90", 64): 16,
-    ("16 bits", "attention_forward_sm90", 128): 16,
-    ("16 bits", "attention_forward_sm90", 256): 64,
-    ("float32", "attention_forward_sm90", 64): 48,
+    # In the producer, which has 24 registers (32 beside three consumers): coordinates, read again once a block,
+    # and what it has at hand while it works out the next tile.
+    **{("16 bits", "attention_forward_sm90", d): 256 for d in (64, 96, 128, 192, 256)},
+    **{("float32", "attention_forward_sm90", d): 288 for d in (64, 128)},
     ("16 bits", FUSED, 64): 64,  # in order 1.14 of FlashAttention-2; 1.04 with the next best row
     ("16 bits", FUSED, 128): 64,  # 1.23 against 1.08
     ("16 bits", FUSED, 256): 64,  # 0.97; 0.84 with one stage, which spilled as much
+    ("float64", "attention_forward", 8): 96,  # addresses, once a block, on sm_100 and sm_120
     # By NVRTC 13.5 alone, and some targets.
     ("16 bits", "attention_forward", 256): 16,
     ("float32", "attention_forward", 128): 16,  # tf32
@@ -347,6 +464,9 @@ SPILLS = {
     ("float64", NARROW, 4): 16,
     ("float32", FUSED, 128): 128,  # 1.48 of the memory-efficient kernel; 54 TFLOP/s against 44 with the next best row
     ("float32", NARROW, 8): 96,  # 36 by 13.0
+    # outside of the loop over a tile
+    ("16 bits", "attention_narrow_sm90", 3): 16,
+    ("float32", "attention_narrow_sm90", 3): 16,
     ("float32", "attention_backward_dkv", 256): 96,
     ("float32", "attention_backward_dq", 128): 16,
     ("float64", "attention_backward_dkv", 128): 128,
@@ -370,10 +490,10 @@ KEY_GRADIENTS = ("attention_backward_dkv", *_HALVES)
 ROW_KERNEL = Tile(head_dim=32, value_dim=32, block_m=16, block_n=16, stages=1, warps=4)
 """Of the kernels that work on rows, not tiles (delta, convert, merge), only the number of warps matters."""
 
-PLAIN_HEAD_DIMS = (16, 64, 128, 256)
+PLAIN_HEAD_DIMS = (8, 16, 64, 128, 256)
 """Tile head dims that have, at 16-byte loads, a variant without score terms and with the scale in the exponent. The
 forward has one at 32, too, where it is four times as fast as the other."""
-UNALIGNED_HEAD_DIMS = (16, 64, 128, 256)
+UNALIGNED_HEAD_DIMS = (8, 16, 64, 128, 256)
 """Tile head dims of the load kinds below 16 bytes: fewer, since the loads bound them."""
 
 
@@ -423,6 +543,8 @@ def bucket(operation: str, dtype: str, load: str, target: str, family: str, feat
 
 def has_plain(operation: str, head_dim: int, load: str) -> bool:
     """Whether there is a variant without score terms at this tile head dim and load kind."""
+    if operation == "attention_forward" and head_dim == 8:
+        return True  # rows of an odd number of doubles are no vectors, and terms are a third of the time
     return load == "16" and (head_dim in PLAIN_HEAD_DIMS or (operation == "attention_forward" and head_dim == 32))
 
 
@@ -458,20 +580,21 @@ def backward_operations(dtype: str, head_dim: int, target: str, family: str) -> 
     return {"attention_backward_dk": ("dk", "dkey_bias"), "attention_backward_dv": ("dv",)}
 
 
-def key_warps(tile: Tile, dtype: str, m: int) -> int:
-    """Into how many parts the warps of a CTA of the `NARROW` kernel split the keys, where m rows need few of them."""
-    steps = tile.block_n // (32 * (16 // accumulator_bytes(dtype)))  # of a lane's 16 bytes of keys
+def key_warps(tile: Tile, operation: str, dtype: str, m: int) -> int:
+    """Into how many parts the warps of a CTA of `NARROW` or `NARROW_F64` split the keys, where m rows need few of
+    them."""
+    step = NARROW_F64_KEYS if operation == NARROW_F64 else 32 * (16 // accumulator_bytes(dtype))  # 16 bytes a lane
+    steps = tile.block_n // step
     parts, rows = 1, 1 if m == 1 else tile.block_m // tile.warps
     while 2 * parts <= min(steps, tile.warps) and tile.warps // (2 * parts) * rows >= m:
         parts *= 2
     return parts
 
 
-def resident(tile: Tile, dtype: str, target: str) -> int:
-    """CTAs of the `NARROW` kernel that registers and shared memory of an SM hold."""
+def resident(smem_bytes: int, tile: Tile, target: str) -> int:
+    """CTAs of a kernel for few features that registers and shared memory of an SM hold."""
     own = 1024  # shared memory that the system takes for each CTA
-    room = SMEM_LIMIT[target] + own
-    return max(1, min(tile.resident, room // (tile.smem_bytes(NARROW, dtype) + own)))
+    return max(1, min(tile.resident, (SMEM_LIMIT[target] + own) // (smem_bytes + own)))
 
 
 def splits(units: int, blocks: int, slots: int) -> int:
@@ -514,15 +637,26 @@ def families(target: str) -> tuple[str, ...]:
     return ("sm90", "sm80") if target == "90a" else (best_family(target),)
 
 
-def sm90_forward(dtype: str, precision: str | None, features: int, keys: float) -> Tile | None:
+def sm90_forward(
+    dtype: str,
+    precision: str | None,
+    features: int,
+    keys: float = math.inf,
+    plain: bool = True,
+    has_value: bool = True,
+) -> Tile | None:
     """The tile of the sm90 family's forward for so many features at most, and so many keys a query row; None where it
     has none."""
+    if not has_value:
+        alone = SM90_LSE.get((kind(dtype), precision), {})
+        return next((alone[d] for d in sorted(alone) if d >= features), None)
     rows = SM90_FORWARD.get((kind(dtype), precision), {})
     d = next((d for d in sorted(rows) if d >= features), None)
     if d is None:
         return None
     short = SM90_SHORT.get((kind(dtype), precision), {}) if keys <= SHORT_ROWS else {}
-    return short.get(d, rows[d])
+    general = {} if plain else SM90_GENERAL.get((kind(dtype), precision), {})
+    return short.get(d) or general.get(d) or rows[d]
 
 
 def dtypes(target: str, family: str) -> tuple[str, ...]:
@@ -564,19 +698,31 @@ def row_variant(
     return Variant(operation, family, target, dtype, dtype, ROW_KERNEL, (), load, False, precision=precision)
 
 
-def sm90_variant(dtype: str, tile: Tile, precision: str | None) -> Variant:
-    """The kernel of a row of `SM90_FORWARD`."""
+def sm90_variant(dtype: str, tile: Tile, precision: str | None, plain: bool) -> Variant:
+    """The kernel of what `sm90_forward` gives."""
+    from cuflash.compile import SCORE_TERMS, Variant
+
+    scores = () if plain else SCORE_TERMS
+    return Variant("attention_forward", "sm90", "90a", dtype, dtype, tile, scores, "16", not plain, precision=precision)
+
+
+def sm90_few(operation: str, dtype: str, d: int) -> Variant | None:
+    """The kernel of an operation of `SM90_FEW` for exactly so many features, None where it has none."""
     from cuflash.compile import Variant
 
-    return Variant("attention_forward", "sm90", "90a", dtype, dtype, tile, (), "16", False, precision=precision)
+    row = SM90_FEW[operation].get(kind(dtype), {}).get(d)
+    return None if row is None else Variant(operation, "sm90", "90a", dtype, dtype, row, ("KeyBias",), "16", True)
 
 
 def _sm90_variants() -> list[Variant]:
-    found = []
+    few = (sm90_few(o, dtype, d) for dtype in ITEMSIZE for o in SM90_FEW for d in SM90_FEW[o].get(kind(dtype), {}))
+    found = [variant for variant in few if variant is not None]
     for (kind_of, precision), rows in SM90_FORWARD.items():
-        short = SM90_SHORT.get((kind_of, precision), {})
         for dtype in (dtype for dtype in ITEMSIZE if kind(dtype) == kind_of):
-            found += [sm90_variant(dtype, row, precision) for row in (*rows.values(), *short.values())]
+            for plain in (True, False):
+                wanted = [sm90_forward(dtype, precision, d, keys, plain) for d in rows for keys in (math.inf, 1)]
+                wanted += SM90_LSE[kind_of, precision].values()
+                found += [sm90_variant(dtype, t, precision, plain) for t in dict.fromkeys(wanted) if t is not None]
             if params.planes(dtype, precision) > 1:
                 found.append(row_variant("attention_planes", dtype, "strided", "90a", "sm90", precision))
     return found

@@ -9,64 +9,73 @@
 #include "locate.cuh"
 #include "mask.cuh"
 #include "pipeline_sm90.cuh"
+#include "ptx/barrier.cuh"
 #include "ptx/registers.cuh"
 #include "softmax.cuh"
+#include "store_direct.cuh"
 
 namespace cuflash {
 
 constexpr int kConsumers = kTile.warps / 4 - 1, kStages = kTile.stages, kQStages = kTile.q_stages;
 static_assert(kTile.block_m == 64 * kConsumers, "each consumer warpgroup has 64 rows");
+constexpr bool kHasValue = kTile.value_dim > 0;  // or lse alone
 // Sums of three planes stay in the tensor cores for one block: those cut off what ordinary additions round.
 constexpr bool kFreshSums = kPlanes == 3;
 // These fill the registers, and their products last so long that the other warpgroup's softmax runs under them anyway.
-constexpr bool kOverlaps = !kFreshSums;
+constexpr bool kOverlaps = !kFreshSums && kHasValue;
 // With a second Q, the first scores of a tile are formed under the last output and the epilogue of the one before.
 constexpr bool kCrossTiles = kQStages == 2;
+// Few features: the exponentials take as long as the products. Warpgroups issue theirs in turns, so that the softmax of
+// one runs under the products of another.
+constexpr bool kTakeTurns = kOverlaps && kPlanes == 1 && kTile.head_dim <= 64;
 static_assert(kOverlaps || !kCrossTiles, "the registers of scores in flight");
 
 using QTile = PanelTile<kTile.block_m, kTile.head_dim>;
 using KTile = PanelTile<kTile.block_n, kTile.head_dim>;
-using VTile = PanelTile<kTile.block_n, kTile.value_dim>;
+struct NoTile {};
+// Where there are no values the narrowest rows stand in their place, of which nothing is made.
+constexpr int kValueDim = kHasValue ? kTile.value_dim : 64;
+using VTile = ConditionalType<kHasValue, PanelTile<kTile.block_n, kValueDim>, NoTile>;
 using Scores = Fragment<1, kTile.block_n>;
-using OutputRows = Fragment<1, kTile.value_dim>;
-using StagedRows = SharedTile<Output, kTile.block_m, 64 * ceil_div(kTile.value_dim, 64)>;
+using OutputRows = Fragment<1, kValueDim>;
+using StagedRows = SharedTile<Output, kTile.block_m, 64 * ceil_div(kValueDim, 64)>;
 
-struct SharedStorage {
-  Planes<QTile> q[kQStages];  // o, later
-  Planes<KTile> k[kStages];
-  Planes<VTile> v[kStages];
-  BufferBarriers q_barriers[kQStages], k_barriers[kStages], v_barriers[kStages];
-  int tile[kQStages];  // whose Q is in the buffer, or -1 after the last
-};
-static_assert(sizeof(StagedRows) <= sizeof(Planes<QTile>), "o is staged where q was");
-static_assert(StagedRows::kRowBytes == 128,
-              "each warp's rows of o where its own rows of q were: no other's are in use");
-static_assert(sizeof(SharedStorage) == kSmemBytes, "the tile table counts the same bytes");
-
+// A tile of query rows, and the key blocks that they see.
 struct TileWork {
-  int row0, rows, owned;
+  int row0, rows;
+  BatchIndex batch;
   BlockRange blocks;
 
+  TileWork() = default;
   __device__ __forceinline__ TileWork(const Params& params, int tile) {
     const Work work = locate_section_rows(params, ceil_div(params.seqlen_q, kTile.block_m), tile);
-    row0 = work.block * kTile.block_m, owned = work.owned;
+    row0 = work.block * kTile.block_m;
     rows = min_of(kTile.block_m, params.seqlen_q - row0);
+    batch = batch_index(params, work.owned, 0);
     blocks = key_blocks(params, row0, row0 + rows, kTile.block_n);
   }
   __device__ __forceinline__ bool has_keys() const { return blocks.end > blocks.begin; }
 };
 
+struct SharedStorage {
+  Planes<QTile> q[kQStages];  // o, later, where there are two
+  Planes<KTile> k[kStages];
+  Planes<VTile> v[kStages];
+  BufferBarriers q_barriers[kQStages], k_barriers[kStages], v_barriers[kStages];
+  TileWork work[kQStages];  // whose Q is in the buffer; of no rows after the last
+  TileWork next;            // the producer's
+};
+static_assert(!kCrossTiles || sizeof(StagedRows) <= sizeof(Planes<QTile>), "o is staged where q was");
+static_assert(StagedRows::kRowBytes == 128,
+              "each warp's rows of o where its own rows of q were: no other's are in use");
+static_assert(sizeof(SharedStorage) == kSmemBytes, "the tile table counts the same bytes");
+
 __device__ __forceinline__ int tile_count(const Params& params) {
   return ceil_div(params.seqlen_q, kTile.block_m) * owned_count(params);
 }
 
-// Where a batch is on a map, which has no axis to step along where the array is broadcast.
-__device__ __forceinline__ void map_batch(int (&to)[3], const BatchIndex& batch, const Strides& stride) {
-#pragma unroll
-  for (int i = 0; i < 3; ++i) to[i] = stride.batch[i] == 0 ? 0 : batch.i[i];
-}
-
-// One thread. The order is the consumers': V of a block after K of the next.
+// One thread. The order is the consumers': V of a block after K of the next, which with a second Q may be the next
+// tile's.
 __device__ __forceinline__ void produce(const TmaParams& tma, SharedStorage& smem) {
   const Params& params = tma.params;
   const Strides& q_stride = kPlanes > 1 ? params.q_planes_stride : params.q_stride;
@@ -76,106 +85,179 @@ __device__ __forceinline__ void produce(const TmaParams& tma, SharedStorage& sme
   const auto tile_after = [&](int tile) {
     return params.claims == nullptr ? tile + int(gridDim.x) : int(gridDim.x) + atomicAdd(params.claims, 1);
   };
+  int tile = blockIdx.x;
+  // The first tile from this one on that sees keys, to smem.next; or returns false after the last.
+  const auto find_tile = [&] {
+    for (; tile < tiles; tile = tile_after(tile)) {
+      const TileWork work(params, tile);
+      smem.next = work;
+      if (work.has_keys()) return true;
+    }
+    return false;
+  };
+  // While copies are under way: claims and divisions take their time.
+  const auto find_next_tile = [&] {
+    tile = tile_after(tile);
+    return find_tile();
+  };
   PipelineState<kQStages> q;
   PipelineState<kStages> k, v;
-  for (int tile = blockIdx.x, next; tile < tiles; tile = next) {
-    next = tile_after(tile);  // a claim takes its time: not when it is needed
-    const TileWork work(params, tile);
-    if (!work.has_keys()) continue;
-    const BatchIndex batch = batch_index(params, work.owned, 0);
-    int q_at[3], k_at[3], v_at[3];
-    map_batch(q_at, batch, q_stride);
-    map_batch(k_at, batch, k_stride);
-    map_batch(v_at, batch, v_stride);
-    mbarrier_wait(smem.q_barriers[q.stage].empty, q.parity ^ 1);
-    smem.tile[q.stage] = tile;
-    fill(smem.q[q.stage], smem.q_barriers[q.stage], q.parity, tma.q, work.row0, q_at);
-    q.next();
-    const auto fill_v = [&](int block) {
-      fill(smem.v[v.stage], smem.v_barriers[v.stage], v.parity, tma.v, block * kTile.block_n, v_at);
+  BatchIndex v_batch;
+  int v_row = -1;  // of the block whose V is due, or -1
+  const auto fill_v = [&] {
+    if constexpr (kHasValue) {
+      if (v_row < 0) return;
+      fill(smem.v[v.stage], smem.v_barriers[v.stage], v.parity, tma.v, v_row, v_batch, v_stride);
       v.next();
-    };
-    for (int block = work.blocks.end - 1; block >= work.blocks.begin; --block) {
-      fill(smem.k[k.stage], smem.k_barriers[k.stage], k.parity, tma.k, block * kTile.block_n, k_at);
-      k.next();
-      if (block + 1 < work.blocks.end) fill_v(block + 1);
+      v_row = -1;
     }
-    fill_v(work.blocks.begin);
+  };
+  bool more = find_tile();
+  while (more) {
+    const BatchIndex batch = smem.next.batch;
+    const int begin = smem.next.blocks.begin;
+    int block = smem.next.blocks.end;
+    const auto fill_k = [&] {
+      --block;
+      fill(smem.k[k.stage], smem.k_barriers[k.stage], k.parity, tma.k, block * kTile.block_n, batch, k_stride);
+      k.next();
+    };
+    const auto fill_q = [&] {
+      mbarrier_wait(smem.q_barriers[q.stage].empty, q.parity ^ 1);
+      smem.work[q.stage] = smem.next;
+      fill(smem.q[q.stage], smem.q_barriers[q.stage], q.parity, tma.q, smem.next.row0, batch, q_stride);
+      q.next();
+    };
+    if constexpr (kCrossTiles) fill_q();
+    fill_k();
+    if constexpr (!kCrossTiles) fill_q();  // its buffer is the last to become empty
+    int filled = 1;
+    for (;; ++filled) {
+      fill_v();
+      v_batch = batch, v_row = block * kTile.block_n;
+      if (filled == 2) more = find_next_tile();
+      if (block == begin) break;
+      fill_k();
+    }
+    if (filled == 1) more = find_next_tile();
+    if constexpr (!kCrossTiles) fill_v();
   }
+  fill_v();
   mbarrier_wait(smem.q_barriers[q.stage].empty, q.parity ^ 1);
-  smem.tile[q.stage] = -1;
+  smem.work[q.stage].rows = 0;
   mbarrier_arrive(smem.q_barriers[q.stage].full);
 }
 
-// Rounds o of the warp's rows and writes it and lse, by way of the shared memory of their q.
-__device__ __forceinline__ void store_results(const Params& params, int tile, int warp_row0, OutputRows& o,
-                                              const OnlineSoftmax<1>& softmax, Planes<QTile>& q_smem) {
-  const TileWork work(params, tile);
-  const BatchIndex batch = batch_index(params, work.owned, 0);
-  Accumulator o_scale[2], lse[2];
-#pragma unroll
-  for (int r = 0; r < 2; ++r) softmax.finish(r, quad_sum(softmax.row_sum[r]), params.lse_scale, o_scale[r], lse[r]);
-  if (params.lse != nullptr && lane_id() % 4 == 0) {  // one lane of those that share the row
-    Accumulator* lse_gmem =
-        base<Accumulator>(params.lse, params.lse_stride, batch) + (work.row0 + warp_row0) * params.lse_stride.row;
-    Scores::for_each_row([&](int r, int row) {
-      if (warp_row0 + row < work.rows) lse_gmem[row * params.lse_stride.row] = lse[r];
-    });
-  }
-  o.for_each([&](Accumulator& x, int slot, int, int) { x *= o_scale[slot]; });
-  store_rows(o, reinterpret_cast<StagedRows&>(q_smem), warp_row0, 0, base<Output>(params.o, params.o_stride, batch),
-             params.o_stride, work.row0, params.seqlen_q, params.value_dim, params.store_vector != 0);
+// The consumers are warpgroups 1 to kConsumers: as many barriers of one, then as many of a turn.
+__device__ __forceinline__ int warpgroup() { return threadIdx.x / 128; }
+__device__ __forceinline__ bool leads_warpgroup() { return threadIdx.x % 128 == 0; }
+__device__ __forceinline__ void warpgroup_sync() { barrier_sync<128>(warpgroup()); }
+__device__ __forceinline__ void take_turn() {
+  if constexpr (kTakeTurns) barrier_sync<256>(kConsumers + warpgroup());
+}
+__device__ __forceinline__ void pass_turn() {
+  if constexpr (kTakeTurns) barrier_arrive<256>(kConsumers + 1 + warpgroup() % kConsumers);
 }
 
-// Tiles of which no row sees a key, which nobody has loaded anything for: once all Q buffers are free.
-__device__ __forceinline__ void store_empty_tiles(const Params& params, int warp_row0, Planes<QTile>& q_smem) {
+__device__ __forceinline__ void finish_o(const Params& params, const BatchIndex& batch, int row0, OutputRows& o,
+                                         const OnlineSoftmax<1>& softmax) {
+  const Accumulator sum[2] = {quad_sum(softmax.row_sum[0]), quad_sum(softmax.row_sum[1])};
+  finish_rows(o, softmax, sum, params, batch, row0, true);
+}
+
+// Rounds o of the warpgroup's rows, from row0 of the tile on, and has the copy engine write it, by way of the shared
+// memory of their q: less is left to do here for warpgroups whose next scores are on their way.
+__device__ __forceinline__ void store_by_copy(const TmaParams& tma, const BatchIndex& batch, int tile_row0, int row0,
+                                              OutputRows& o, Planes<QTile>& q_smem) {
+  StagedRows& staged = reinterpret_cast<StagedRows&>(q_smem);
+  store_fragment(o, staged, row0 + warp_id() % 4 * 16, 0);
+  fence_async_proxy();  // the copy engine is to see it
+  warpgroup_sync();     // the rows of all four warps are there
+  if (!leads_warpgroup()) return;
+  int at[3];
+  batch_on_map(at, batch, tma.params.o_stride);
+#pragma unroll
+  for (int panel = 0; panel < StagedRows::kChunks / 8; ++panel)
+    tma_store(tma.o, staged.address(row0, panel * 8 * StagedRows::kChunk), panel * 8 * StagedRows::kChunk,
+              tile_row0 + row0, at);
+  tma_store_commit();
+}
+
+__device__ __forceinline__ void store_o(const Params& params, const BatchIndex& batch, int row0, const OutputRows& o) {
+  if constexpr (kHasValue)
+    store_rows_direct(o, base<Output>(params.o, params.o_stride, batch), params.o_stride, row0, params.seqlen_q,
+                      params.value_dim, params.store_vector != 0);
+}
+
+// Tiles of which no row sees a key, which nobody has loaded anything for.
+__device__ __forceinline__ void store_empty_tiles(const Params& params, int warp_row0) {
   const bool rows_see_keys = params.band_hi >= 0 && params.seqlen_q - 1 + params.band_lo < params.seqlen_k;
   if (rows_see_keys) return;
   for (int tile = blockIdx.x; tile < tile_count(params); tile += gridDim.x) {
-    if (TileWork(params, tile).has_keys()) continue;
+    const TileWork work(params, tile);
+    if (work.has_keys()) continue;
     OutputRows o;
     o.clear();
-    store_results(params, tile, warp_row0, o, OnlineSoftmax<1>(params.exponent_scale), q_smem);
+    finish_o(params, work.batch, work.row0 + warp_row0, o, OnlineSoftmax<1>(params.exponent_scale));
+    store_o(params, work.batch, work.row0 + warp_row0, o);
   }
 }
 
 // One warpgroup, 64 rows of each tile.
-__device__ __forceinline__ void consume(const Params& params, SharedStorage& smem) {
-  const int group_row0 = (threadIdx.x / 128 - 1) * 64, warp_row0 = group_row0 + warp_id() % 4 * 16;
+__device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& smem) {
+  const Params& params = tma.params;
+  const int group_row0 = (warpgroup() - 1) * 64, warp_row0 = group_row0 + warp_id() % 4 * 16;
   const auto release = [](u64& empty) {
-    if (threadIdx.x % 128 == 0) mbarrier_arrive(empty);
+    if (leads_warpgroup()) mbarrier_arrive(empty);
   };
   PipelineState<kQStages> q;
   PipelineState<kStages> k, v;
   Scores s;
   const auto issue_scores = [&] { issue_nt<kTile.head_dim>(s, smem.q[q.stage], group_row0, smem.k[k.stage]); };
-  // The tile whose Q comes next, or -1. Its first scores are issued in any case: under a condition, the compiler would
-  // wait for each of their products. After the last tile they are of what lies in shared memory, and nobody looks.
+  // Whether there is a next tile, whose Q then is there. Its first scores are issued in any case: under a condition,
+  // the compiler would wait for each of their products. After the last tile they are of what lies in shared memory, and
+  // nobody looks.
   const auto start_tile = [&] {
     mbarrier_wait(smem.q_barriers[q.stage].full, q.parity);
-    const int tile = static_cast<volatile int&>(smem.tile[q.stage]);
+    const bool is_tile = smem.work[q.stage].rows > 0;
     if constexpr (kOverlaps) {
-      if (tile >= 0) mbarrier_wait(smem.k_barriers[k.stage].full, k.parity);
+      if (is_tile) mbarrier_wait(smem.k_barriers[k.stage].full, k.parity);
       issue_scores();
     }
-    return tile;
+    return is_tile;
   };
 
-  int tile = start_tile();
-  while (tile >= 0) {
-    const TileWork work(params, tile);
+  // With a second Q, the buffer of the tile before is given up once o has left it: there is time until then.
+  int stored = -1;
+  const auto release_stored = [&] {
+    if (stored < 0) return;
+    if (leads_warpgroup()) tma_store_wait_read();
+    mbarrier_arrive(smem.q_barriers[stored].empty);
+    stored = -1;
+  };
+  if (warpgroup() == kConsumers) pass_turn();  // the first begins
+  bool is_tile = start_tile();
+  while (is_tile) {
+    const int row0 = smem.work[q.stage].row0 + warp_row0;
+    const BlockRange blocks = smem.work[q.stage].blocks;
     OutputRows o;
     OnlineSoftmax<1> softmax(params.exponent_scale);
     OperandA<kTile.block_n> p;
     OutputRows fresh;  // or unused
     OutputRows& sums = kFreshSums ? fresh : o;
     bool begins = true;
-    int block = work.blocks.end - 1;
+    int block = blocks.end - 1;
+    const KeyBias key_bias{params.key_bias == nullptr
+                               ? nullptr
+                               : params.key_bias + offset(params.key_bias_stride, smem.work[q.stage].batch),
+                           params.key_bias_stride.row};
     Accumulator rescale[2];
 
     const auto issue_output = [&] {
-      mbarrier_wait(smem.v_barriers[v.stage].full, v.parity);
-      issue_nn(sums, p, smem.v[v.stage], kFreshSums || begins);
+      if constexpr (kHasValue) {
+        mbarrier_wait(smem.v_barriers[v.stage].full, v.parity);
+        issue_nn(sums, p, smem.v[v.stage], kFreshSums || begins);
+      }
     };
     const auto finish_output = [&] {
       release(smem.v_barriers[v.stage].empty);
@@ -187,20 +269,29 @@ __device__ __forceinline__ void consume(const Params& params, SharedStorage& sme
     const auto scores_to_p = [&](bool masked) {
       release(smem.k_barriers[k.stage].empty);
       k.next();
-      if (masked) mask_by_limits(s, params, work.row0 + warp_row0, block * kTile.block_n);
+      if constexpr (kPrescaled) {
+        s.for_each([&](Accumulator& x, int, int, int col) {
+          const int key = block * kTile.block_n + col;
+          x = apply_terms(params, x, kKeyBias && key < params.seqlen_k ? key_bias.value(key) : 0).value;
+        });
+      }
+      if (masked) mask_by_limits(s, params, row0, block * kTile.block_n);
       return softmax.update(s, rescale);
     };
     // The scores of a block, and the output of the one before under their softmax.
     const auto step = [&](auto masked) {
       mbarrier_wait(smem.k_barriers[k.stage].full, k.parity);
+      take_turn();
       issue_scores();
       if constexpr (kOverlaps) issue_output();
+      pass_turn();
       wgmma_wait<kOverlaps>(s);
       const bool moved = scores_to_p(decltype(masked)::value);
       if constexpr (kOverlaps) {
         wgmma_wait<0>(sums);
         finish_output();
       }
+      if constexpr (!kHasValue) return;
       p.from(s);
       if (moved && !begins) o.for_each([&](Accumulator& x, int slot, int, int) { x *= rescale[slot]; });
       if constexpr (!kOverlaps) {
@@ -212,28 +303,46 @@ __device__ __forceinline__ void consume(const Params& params, SharedStorage& sme
 
     if constexpr (kOverlaps) {
       wgmma_wait<0>(s);
-      scores_to_p(true);
+      if (blocks.is_full(block)) {
+        scores_to_p(false);
+      } else {
+        scores_to_p(true);
+      }
       p.from(s);
       --block;
+      if constexpr (kCrossTiles) release_stored();
     }
-    for (; block >= work.blocks.begin && block >= work.blocks.full_end; --block) step(Flag<true>{});
-    for (; block >= work.blocks.begin && block >= work.blocks.full_begin; --block) step(Flag<false>{});
-    for (; block >= work.blocks.begin; --block) step(Flag<true>{});
-    if constexpr (kOverlaps) issue_output();
-    const int done = tile, q_stage = q.stage;
+    for (; block >= blocks.begin && block >= blocks.full_end; --block) step(Flag<true>{});
+    for (; block >= blocks.begin && block >= blocks.full_begin; --block) step(Flag<false>{});
+    for (; block >= blocks.begin; --block) step(Flag<true>{});
+    const BatchIndex batch = smem.work[q.stage].batch;
+    const int q_stage = q.stage;
+    if constexpr (!kCrossTiles) mbarrier_arrive(smem.q_barriers[q_stage].empty);  // all products with Q are done
     q.next();
-    if constexpr (kCrossTiles) tile = start_tile();
+    take_turn();
+    if constexpr (kOverlaps) issue_output();
+    if constexpr (kCrossTiles) is_tile = start_tile();
+    pass_turn();
     if constexpr (kOverlaps) {
       wgmma_wait<kCrossTiles>(sums);
       finish_output();
     }
-    store_results(params, done, warp_row0, o, softmax, smem.q[q_stage]);
-    fence_async_proxy();  // o has been read from where a Q goes
-    mbarrier_arrive(smem.q_barriers[q_stage].empty);
-    if constexpr (!kCrossTiles) tile = start_tile();
+    finish_o(params, batch, row0, o, softmax);
+    if (kCrossTiles && params.store_map) {
+      store_by_copy(tma, batch, row0 - warp_row0, group_row0, o, smem.q[q_stage]);
+    } else {
+      store_o(params, batch, row0, o);
+    }
+    if constexpr (kCrossTiles) {
+      stored = q_stage;
+    } else {
+      is_tile = start_tile();
+    }
   }
   if constexpr (kOverlaps) wgmma_wait<0>(s);
-  store_empty_tiles(params, warp_row0, smem.q[0]);
+  if (warpgroup() == 1) take_turn();  // which the last has passed on
+  store_empty_tiles(params, warp_row0);
+  if (leads_warpgroup()) tma_store_wait_read();  // shared memory is there until it has been read
 }
 
 __device__ __forceinline__ void attention_forward(const TmaParams& tma, SharedStorage& smem) {
@@ -248,7 +357,7 @@ __device__ __forceinline__ void attention_forward(const TmaParams& tma, SharedSt
     if (threadIdx.x == 0) produce(tma, smem);
   } else {
     warpgroup_reg_alloc<kConsumers == 2 ? 240 : 160>();
-    consume(tma.params, smem);
+    consume(tma, smem);
   }
 }
 

@@ -23,6 +23,14 @@ def nvdisasm() -> str | None:
 class Opcodes(Counter[str]):
     """How often each opcode occurs with its modifiers: ``{"HMMA.16816.F32": 128, "LDGSTS.E.BYPASS.128": 24, ...}``."""
 
+    def __init__(self, in_order: list[str]) -> None:
+        super().__init__(in_order)
+        self.in_order = in_order
+
+    def positions(self, *names: str) -> list[int]:
+        """Where in the code opcodes occur, with any modifiers."""
+        return [at for at, opcode in enumerate(self.in_order) if opcode.split(".")[0] in names]
+
     def count(self, name: str) -> int:
         """How often an opcode occurs with at least these leading modifiers."""
         return sum(count for opcode, count in self.items() if f"{opcode}.".startswith(f"{name}."))

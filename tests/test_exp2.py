@@ -28,14 +28,29 @@ KERNELS = {
     "ex2": HEAD + "y[i] = ex2(x[i], table); }",
     "ex2_flushed": HEAD + "y[i] = ex2_flushed(x[i], table); }",
 }
+SHARED_HEAD = """
+#include "exp2_shared.cuh"
+using namespace cuflash;
+extern "C" __global__ void kernel(const double* x, double* y) {
+  __shared__ Exp2Roots roots;
+  roots.fill<128>();
+  __syncthreads();
+  const SharedExp2Table table(roots);
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+"""
+SCORE_SCALE, REFERENCE = 0.5100000000000001, -2.25
+SHARED_KERNELS = {
+    "of scores": SHARED_HEAD + f"y[i] = ex2_near(x[i], {SCORE_SCALE!r}, kSharedRound - {REFERENCE!r}, table); }}",
+    "of any x": SHARED_HEAD + "y[i] = ex2(x[i], table); }",
+}
 
 
 # --- the algorithm -----------------------------------------------------------------------------------------------
 
 
-def numbers(name: str) -> list[float]:
+def numbers(name: str, header: str = HEADER) -> list[float]:
     """The initialiser of a constant of the header: a list in braces, or one number."""
-    found = re.search(rf"\b{name}(?:\[\d+\])? = (?:\{{(.*?)\}}|([^;]*));", HEADER, re.DOTALL)
+    found = re.search(rf"\b{name}(?:\[\d+\])? = (?:\{{(.*?)\}}|([^;]*));", header, re.DOTALL)
     assert found, name
     return [float.fromhex(text) for text in re.split(r"[,\s]+", found[1] or found[2]) if text]
 
@@ -139,12 +154,63 @@ def test_exact_values(x: float, y: float) -> None:
     assert emulated(x) == y
 
 
+# --- the table in shared memory ---------------------------------------------------------------------------------
+
+
+SHARED_COEFFICIENTS, [SHARED_ROUND] = (
+    numbers(name, (compile.kernels_dir() / "include" / "exp2_shared.cuh").read_text())
+    for name in ("kSharedCoefficients", "kSharedRound")
+)
+
+
+@functools.cache
+def shared_root(index: int) -> float:
+    return emulated(index / 256)
+
+
+def emulated_shared(s: float, c: float, mc: float) -> float:
+    """2^(s c - mc) as the fast path of the softmax computes it."""
+    start = SHARED_ROUND - mc
+    rounded = fma(s, c, start)
+    r = fma(s, c, -(rounded - start))
+    octaves, index = divmod(int((rounded - SHARED_ROUND) * 256), 256)
+    scale = shared_root(index) * 2.0**octaves
+    tail = SHARED_COEFFICIENTS[-1]
+    for coefficient in SHARED_COEFFICIENTS[-2::-1]:
+        tail = fma(tail, r, coefficient)
+    return fma(scale, tail * r, scale)
+
+
+def test_the_polynomial_of_the_shared_table_is_as_close_as_its_comment_says() -> None:
+    with mpmath.workprec(160):
+        for i in range(-200, 201):
+            r = mpmath.mpf(i) / 200 / 512
+            value = 1 + r * sum(c * r**k for k, c in enumerate(SHARED_COEFFICIENTS))
+            assert abs(value / mpmath.mpf(2) ** r - 1) < mpmath.ldexp(1, -58)
+
+
+def test_scores_to_powers_within_one_and_a_half_ulp() -> None:
+    """Of the exact power of the unrounded product: large scores lose nothing to its rounding."""
+    rng = np.random.default_rng(0)
+    worst = 0.0
+    for spread, c in ((5.0, 0.51), (400.0, 1.44), (1e6, 3e-4), (1e9, 1.4426950408889634)):
+        for _ in range(700):
+            s = float(rng.normal() * spread)
+            mc = round((s * c + float(rng.uniform(-8, 1000 if spread > 5 else 40))) * 256) / 256
+            with mpmath.workprec(200):
+                exact = mpmath.mpf(2) ** (mpmath.mpf(s) * mpmath.mpf(c) - mpmath.mpf(mc))
+                spacing = mpmath.ldexp(1, int(mpmath.floor(mpmath.log(exact, 2))) - 52)
+                worst = max(worst, float(abs(emulated_shared(s, c, mc) - exact) / spacing))
+    assert 0.9 < worst <= 1.5
+
+
 # --- the compiled code -------------------------------------------------------------------------------------------
 
 
 @functools.cache
 def cubin(kernel: str, target: str) -> bytes:
-    built, log = compile._nvrtc(KERNELS[kernel], compile._options("exp2", target))
+    source = (KERNELS | SHARED_KERNELS)[kernel]
+    built, log = compile._nvrtc(source, compile._options("exp2", target))
     assert built is not None, log
     assert not re.search(r"[1-9]\d* bytes (stack|spill)", log), log
     return built
@@ -159,6 +225,17 @@ def test_instructions_on_the_fp64_pipe(kernel: str, products: int, target: str, 
     fp64 = {name: count for name, count in used.items() if name in ("DADD", "DMUL", "DFMA", "DSETP", "DMNMX")}
     assert fp64 == {"DADD": 3, "DFMA": 6, "DMUL": products}
     assert used.count("SHFL") == 2
+
+
+@pytest.mark.parametrize("target", ["80", "90a"])
+def test_the_shared_table_takes_instructions_off_the_fp64_pipe(target: str, tmp_path: Path) -> None:
+    """Beyond what filling it takes."""
+    path = tmp_path / "exp2.cubin"
+    path.write_bytes(cubin("of scores", target))
+    used = sass.opcodes(path)
+    fill = {"DADD": 3, "DFMA": 6, "DMUL": 2}
+    fp64 = {name: count - fill.get(name, 0) for name, count in used.items() if re.fullmatch(r"D[A-Z]+", name)}
+    assert fp64 == {"DADD": 1, "DFMA": 6, "DMUL": 1}
 
 
 # --- the device --------------------------------------------------------------------------------------------------
@@ -197,3 +274,22 @@ def test_the_device_computes_what_the_emulation_does(kernel: str, tmp_path: Path
         x, expected = x[served], expected[served]
         expected = np.where(x <= -1022, 0.0, expected)
     np.testing.assert_array_equal(on_device(kernel, x, tmp_path), expected)
+
+
+@pytest.mark.gpu
+def test_the_device_computes_scores_to_powers_as_the_emulation_does(tmp_path: Path) -> None:
+    s = np.random.default_rng(2).uniform(-1950, 1950, 20_000)
+    expected = np.array([emulated_shared(float(x), SCORE_SCALE, REFERENCE) for x in s])
+    np.testing.assert_array_equal(on_device("of scores", s, tmp_path), expected)
+
+
+@pytest.mark.gpu
+def test_any_power_by_the_shared_table(tmp_path: Path) -> None:
+    x = np.concatenate([arguments(6000), SPECIAL])
+    y = on_device("of any x", x, tmp_path)
+    finite = np.isfinite(x) & (abs(x) < 1023)
+    assert max(ulps(float(a), float(b)) for a, b in zip(y[finite], x[finite], strict=True)) <= 1.5
+    expected = np.array([emulated(float(a)) for a in x])
+    np.testing.assert_array_equal(np.isnan(y), np.isnan(x))
+    beyond = (x <= -1075) | (x >= 1024)
+    np.testing.assert_array_equal(y[beyond], expected[beyond])

@@ -69,14 +69,14 @@ def plain(case: Case) -> Case:
 
 
 @contextmanager
-def hopper_kernels() -> Iterator[list[str]]:
-    """Make the launcher take the sm90 family, and yield the families of the kernels that are launched meanwhile."""
+def hopper_kernels(what: str = "family") -> Iterator[list[str]]:
+    """Make the launcher take the sm90 family, and yield this field of the variants that are launched meanwhile."""
     launch = cuflash.calls.launcher()
     launched: list[str] = []
     run = launch._run
 
     def recorded(plan: Any, *more: Any) -> None:
-        launched.extend(x.variant.family for x in plan)
+        launched.extend(getattr(x.variant, what) for x in plan)
         run(plan, *more)
 
     with family("sm90"), pytest.MonkeyPatch.context() as patch:
@@ -107,12 +107,13 @@ def test_forward_sm75(case: Case) -> None:
 
 
 @examples(600)
-@given(case=cases("sm80", "attention").map(plain))
+@given(case=cases("sm80", "attention"))
 def test_forward_sm90(case: Case) -> None:
     with hopper_kernels() as launched:
         check_forward(BACKEND, case, lambda: "sm90" if "sm90" in launched else "sm80")
     event(f"sm90: {'sm90' in launched}")
-    if case.dtype == "float32" and 8 < max(case.q[-1], case.v[-1]) <= 128 and len(case.batch) < 3:
+    features = max(case.q[-1], case.v[-1])
+    if case.dtype == "float32" and hopper.NARROW_PLANES < features <= 128 and len(case.batch) < 3:
         assert "sm90" in launched or 0 in (*case.o, *case.k)
 
 
@@ -127,16 +128,21 @@ def test_the_sm90_family_takes_what_it_is_for(dtype: str, precision: str | None,
         pytest.skip("planes of more than 128 features do not fit shared memory")
     more = {"precision": precision} if precision else {}
     band = {"causal": True, "align": "bottom-right", **more}
-    for heads, m, n, options in (
-        (3, 333, 517, more),
-        (1, 200, 1100, more),  # long rows
-        (2, 417, 233, band),
-        (140, 70, 90, band | {"window": (50, 7)}),  # of up to 192 rows a tile: one for each head, more than CTAs
+    for heads, m, n, options, key_bias in (
+        (3, 333, 517, more, None),
+        (1, 200, 1100, more, None),  # long rows
+        (1, 200, 1100, more, (1100,)),
+        (2, 417, 233, band, (233,)),
+        (140, 70, 90, band | {"window": (50, 7)}, None),  # of up to 192 rows a tile: one for each head, more than CTAs
+        (2, 130, 200, more | {"softcap": 3.0, "scale": -0.1}, (2, 200)),
     ):
-        case = Case(dtype, (heads, m, d), (1, n, d), (1, n, e), None, options, {}, "normal", 7)
+        case = Case(dtype, (heads, m, d), (1, n, d), (1, n, e), key_bias, options, {}, "normal", 7)
         with hopper_kernels() as launched:
             check_forward(BACKEND, case, "sm90")
         assert set(launched) == {"sm90"}
+        with hopper_kernels() as launched:
+            check_lse(BACKEND, case, "sm80")  # the gradients are the portable kernels'
+        assert "sm90" in launched
 
 
 @pytest.mark.parametrize(("dtype", "precision"), [("float16", None), ("float32", None), ("float32", "tf32")])
@@ -542,6 +548,32 @@ def test_few_features(
 
 
 @every_family
+@pytest.mark.parametrize(("d", "e"), [(5, 5), (6, 1), (7, 8), (8, 8)])
+@pytest.mark.parametrize(
+    ("m", "n", "options", "biased"),
+    [
+        (33, 31, {}, False),
+        (65, 97, {}, True),
+        (5, 1, {}, False),
+        (129, 64, {"causal": True, "align": "bottom-right"}, False),
+        (40, 200, {"causal": True, "align": -1}, True),
+        (200, 333, {"window": (3, 0), "align": "top-left"}, False),
+        (31, 300, {"softcap": 3.0}, True),
+        (20, 6000, {"scale": 1e-3}, False),
+    ],
+    ids=str,
+)
+def test_eight_features_in_float64(
+    name: str, d: int, e: int, m: int, n: int, options: dict[str, Any], biased: bool
+) -> None:
+    """Warps that have keys of their own, some of them none at all; edges of tiles; rows without a key."""
+    with family(name):
+        case = few("float64", d, e, m, n, options, biased)
+        check_forward(BACKEND, case, name)
+        check_lse(BACKEND, replace(case, v=(n, 0)), name)
+
+
+@every_family
 @every_dtype
 @pytest.mark.parametrize("m", [1, 5, 33])
 @pytest.mark.parametrize(
@@ -576,6 +608,19 @@ def test_batches_whose_keys_are_split(dtype: str) -> None:
     check_forward(BACKEND, case, "sm80")
 
 
+@every_dtype
+@pytest.mark.parametrize("m", [1, 6])
+@pytest.mark.parametrize("d", [1, 2, 3, 4])
+def test_few_features_that_begin_anywhere(dtype: str, m: int, d: int) -> None:
+    """Rows side by side whose vectors begin at another offset in each batch position, in k as in v or not."""
+    case = Case(dtype, (3, m, d), (3, 5003, d), (3, 5003, d), (3, 5003), {}, {}, "normal", d)
+    check_forward(BACKEND, case, "sm80")
+    for shift, v_shift in ((1, 1), (3, 3), (8, 8), (5, 2)):
+        layouts = {"k": Layout(shift=shift), "v": Layout(shift=v_shift), "key_bias": Layout(shift=shift)}
+        alone = replace(case, q=(m, d), k=(5003, d), v=(5003, d), key_bias=(5003,), layouts=layouts)
+        check_forward(BACKEND, alone, "sm80")
+
+
 @pytest.mark.parametrize("dtype", WIDE)
 def test_splits_in_a_graph(dtype: str) -> None:
     cupy = GPU.xp
@@ -597,28 +642,89 @@ def test_splits_in_a_graph(dtype: str) -> None:
     expect(-values[0], *values[1:])["o"].check(BACKEND.get(o))
 
 
+@contextmanager
+def multiprocessors(count: int) -> Iterator[None]:
+    """Make the launcher share out the work as for a device of so many."""
+    launch = cuflash.calls.launcher()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "_multiprocessors", lambda device: count)
+        launch._plan_forward.cache_clear()
+        try:
+            yield
+        finally:
+            launch._plan_forward.cache_clear()
+
+
 @pytest.mark.parametrize("processors", [1, 7, 132, 500])
 @pytest.mark.parametrize("m", [1, 17, 200])
 @pytest.mark.parametrize("dtype", WIDE)
-def test_any_number_of_parts(dtype: str, m: int, processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_number_of_parts(dtype: str, m: int, processors: int) -> None:
     """Devices of other sizes: other numbers of parts, some of them without a key that a row sees."""
-    launch = cuflash.calls.launcher()
-    monkeypatch.setattr(launch, "_multiprocessors", lambda device: processors)
-    for function in (launch._narrow, launch._plan_forward):
-        function.cache_clear()
-    try:
-        for options in ({}, {"causal": True, "align": "top-left"}, {"window": (50, 50), "align": "top-left"}):
-            check_forward(BACKEND, few(dtype, 2, 2, m, 12000, options, False), "sm80")
-    finally:
-        for function in (launch._narrow, launch._plan_forward):
-            function.cache_clear()
+    with multiprocessors(processors):
+        for d in (2, 8):
+            for options in ({}, {"causal": True, "align": "top-left"}, {"window": (50, 50), "align": "top-left"}):
+                check_forward(BACKEND, few(dtype, d, d, m, 12000, options, False), "sm80")
+
+
+@pytest.mark.parametrize("processors", [1, 5, 132])
+@pytest.mark.parametrize("d", sorted(tiles.SM90_LANES["float32"]))
+@pytest.mark.parametrize(
+    ("m", "n", "options", "biased"),
+    [
+        (300, 130, {}, False),
+        (300, 2100, {}, True),
+        (1300, 1300, {"causal": True}, False),
+        (900, 1501, {"causal": True, "align": "bottom-right"}, True),
+        (1130, 2500, {"window": (300, 17), "align": 900}, False),
+        (600, 1100, {"window": (0, 5), "align": -200}, True),  # rows without a key
+        (300, 1025, {"scale": -0.7}, True),
+        (200, 1023, {"scale": 40.0}, False),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("heads", [1, 4])
+def test_few_features_of_many_rows(
+    heads: int, m: int, n: int, options: dict[str, Any], biased: bool, d: int, processors: int
+) -> None:
+    """Lanes own rows: rows and keys that fill warps and tiles and that do not, parts with and without visible keys."""
+    shapes = {"q": (heads, m, d), "k": (heads, n, d), "v": (heads, n, d)}
+    case = Case("float32", *shapes.values(), (heads, n) if biased else None, options, {}, "normal", 8)
+    whole = heads == 1 or (n * d % 4 == 0 and (not biased or n % 4 == 0))  # each head begins with a vector
+    with hopper_kernels("operation") as launched, multiprocessors(processors):
+        check_forward(BACKEND, case, lambda: "sm90" if tiles.LANES in launched else "sm80")
+        check_lse(BACKEND, case, "sm80")  # the gradients are the portable kernels'
+    assert tiles.LANES in launched or not whole or processors > 5
+
+
+def test_keys_that_are_absent_from_many_rows() -> None:
+    """Tiles and parts of which key_bias leaves nothing, in front and behind; all keys. Twice, with the same bits."""
+    rng = np.random.default_rng(5)
+    q, k, v = (normal(rng, (rows, 8), "float32") for rows in (300, 3000, 3000))
+    absent = np.zeros((4, 3000), np.float32)
+    absent[0, :1700] = absent[1, 900:] = absent[2, ::3] = absent[3] = -np.inf
+    with hopper_kernels("operation") as launched, multiprocessors(5):
+        for bias in absent:
+            on_gpu = [put(BACKEND, x) for x in (q, k, v, bias)]
+            first, again = (cuflash.attention(*on_gpu[:3], key_bias=on_gpu[3], return_lse=True) for _ in range(2))
+            for name, x, y in zip(("o", "lse"), first, again, strict=True):
+                expect(q, k, v, family="sm90", key_bias=bias)[name].check(BACKEND.get(x))
+                assert same_bits(BACKEND.get(x), BACKEND.get(y))
+    assert set(launched) - {"attention_merge_splits"} == {tiles.LANES}
 
 
 @pytest.mark.parametrize("dtype", WIDE)
-@pytest.mark.parametrize("d", [1, 3])
-@pytest.mark.parametrize(("m", "n"), [(1, 700), (1, 20000), (5, 3000), (17, 12000), (70, 700), (70, 12000)])
+@pytest.mark.parametrize("d", [1, 3, 7])
+@pytest.mark.parametrize(
+    ("m", "n"), [(1, 700), (1, 20000), (5, 3000), (17, 12000), (70, 700), (70, 12000), (200, 3000)]
+)
 def test_scores_of_few_features_that_no_reference_foresees(dtype: str, d: int, m: int, n: int) -> None:
     """Against the host: references that move in every step, scores without a fraction, without a factor, infinite."""
+    with multiprocessors(1 if m > 100 else 132):  # so that lanes own rows
+        check_unforeseen_scores(dtype, d, m, n)
+
+
+def check_unforeseen_scores(dtype: str, d: int, m: int, n: int) -> None:
+    """Of a few adversaries, with and without key_bias."""
     rng = np.random.default_rng(n + d)
     largest = float(np.finfo(dtype).max)
     q, k, v = (normal(rng, shape, dtype) for shape in ((m, d), (n, d), (n, d)))

@@ -48,21 +48,52 @@ def test_one_column_has_no_stride_to_speak_of() -> None:
     assert tma.box("float16", (100, 1), (1, 1, 1), (0, 0, 0, 8, 5), 64) is not None
 
 
+def test_o_has_a_map_where_the_copy_engine_can_write_it() -> None:
+    described = of_shape(100, 90, 40, np.float16, 2)
+    strides = {"q": described.q_strides, "k": described.k_strides, "v": described.v_strides}
+    for o, rows in (((8000, 80, 2), 80), ((8200, 82, 2), None), ((16000, 160, 4), None), ((8000, -80, 2), None)):
+        layout = memory.layout_of(described, {**strides, "o": o})
+        found = hopper.output_map(described, layout)
+        assert (found is None) == (rows is None), o
+        assert found is None or (found.box is not None and found.box.strides[0] == rows and found.box.rows == 64)
+
+
 def test_planes_are_made_where_they_pay() -> None:
-    assert hopper.forward(of_shape(4096, 4096, 128), SMS)
-    assert hopper.forward(of_shape(1, 1 << 20, 128), SMS) is None, "few queries"
-    assert hopper.forward(of_shape(1 << 17, 20, 128), SMS) is None, "few keys"
-    assert hopper.forward(of_shape(1 << 14, 1 << 14, 128, window=(16, 0)), SMS) is None, "few keys in the window"
-    assert hopper.forward(of_shape(4096, 4096, 136), SMS) is None, "no room in shared memory"
-    assert hopper.forward(of_shape(4096, 4096, 64, np.float64), SMS) is None
-    assert hopper.forward(problem.without_value(of_shape(4096, 4096, 64)), SMS) is None
+    assert hopper.forward(of_shape(4096, 4096, 128), SMS, True)
+    assert hopper.forward(of_shape(1, 1 << 20, 128), SMS, True) is None, "few queries"
+    assert hopper.forward(of_shape(1 << 17, 20, 128), SMS, True) is None, "few keys"
+    assert hopper.forward(of_shape(1 << 14, 1 << 14, 128, window=(16, 0)), SMS, True) is None, "few keys in the window"
+    assert hopper.forward(of_shape(4096, 4096, 136), SMS, True) is None, "no room in shared memory"
+    assert hopper.forward(of_shape(4096, 4096, 64, np.float64), SMS, True) is None
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": "tf32"}], ids=str)
+def test_planes_of_few_features_do_not_pay(options: dict[str, Any]) -> None:
+    for d in (1, 12, 16):
+        described = of_shape(4096, 4096, d, **options)
+        assert hopper.forward(described, SMS, True) is None
+        assert hopper.forward(problem.without_value(described), SMS, True) is None
+        assert hopper.forward(of_shape(4096, 4096, d, np.float16), SMS, True), "there are none in 16 bits"
+    assert hopper.forward(of_shape(4096, 4096, 17, **options), SMS, True)
+    q, v = np.zeros((4096, 12), np.float32), np.zeros((4096, 20), np.float32)
+    assert hopper.forward(describe(q, q, v, **options), SMS, True), "the wider of k and v decides"
+
+
+def test_lse_alone_makes_nothing_of_values() -> None:
+    described = problem.without_value(of_shape(4096, 4096, 64))
+    taken = hopper.forward(described, SMS, True)
+    assert taken and taken.tile.value_dim == 0
+    assert hopper.scratch(described, taken).nbytes == 2 * 3 * 2 * 4096 * 64 + 16
+    layout = memory.layout_of(described, {"q": described.q_strides, "k": described.k_strides}, planes=True)
+    maps = hopper.maps(described, layout, taken)
+    assert maps is not None and [each == hopper.NO_MAP for each in maps] == [False] * 6 + [True] * 3
 
 
 def test_short_rows_have_tiles_of_their_own() -> None:
-    short, long = (hopper.forward(of_shape(512, n, 64, np.float16), SMS) for n in (1024, 1025))
+    short, long = (hopper.forward(of_shape(512, n, 64, np.float16), SMS, True) for n in (1024, 1025))
     assert short and short.tile == tiles.SM90_SHORT["16 bits", None][64]
     assert long and long.tile == tiles.SM90_FORWARD["16 bits", None][64]
-    causal = hopper.forward(of_shape(2047, 2047, 64, np.float16, causal=True), SMS)
+    causal = hopper.forward(of_shape(2047, 2047, 64, np.float16, causal=True), SMS, True)
     assert causal and causal.tile == short.tile, "half of the keys on average"
 
 
@@ -80,18 +111,20 @@ def test_scores_are_counted_one_by_one(m: int, n: int) -> None:
 
 def test_sections_and_tiles_stay_in_32_bits() -> None:
     q, k = np.zeros((8, 1 << 16, 128), np.float16), np.zeros((8, 1, 128), np.float16)
-    few_keys = hopper.forward(describe(q, k, k, causal=True, align="bottom-right"), SMS)
+    few_keys = hopper.forward(describe(q, k, k, causal=True, align="bottom-right"), SMS, True)
     assert few_keys and few_keys.section == 8
     many = np.lib.stride_tricks.as_strided(np.zeros((1, 72), np.float16), (2**31 - 100, 1, 72), (0, 144, 2))
-    assert hopper.forward(describe(many, k[:1, :, :72], k[:1]), SMS) is None
+    assert hopper.forward(describe(many, k[:1, :, :72], k[:1]), SMS, True) is None
 
 
 def test_tiles_are_claimed_where_their_lengths_differ() -> None:
-    even, uneven = (hopper.forward(of_shape(4096, 4096, 128, np.float16, 16, causal=c), SMS) for c in (False, True))
+    even, uneven = (
+        hopper.forward(of_shape(4096, 4096, 128, np.float16, 16, causal=c), SMS, True) for c in (False, True)
+    )
     assert even and not even.claims and even.section == 1
-    assert hopper.forward(of_shape(4096, 4096, 128, np.float16, 16, window=(512, 512)), SMS).claims
+    assert hopper.forward(of_shape(4096, 4096, 128, np.float16, 16, window=(512, 512)), SMS, True).claims
     assert uneven and uneven.claims and uneven.section == hopper.SECTION_BYTES // (4096 * 256 * 2)
-    few = hopper.forward(of_shape(4096, 4096, 128, np.float16, causal=True), SMS)
+    few = hopper.forward(of_shape(4096, 4096, 128, np.float16, causal=True), SMS, True)
     assert few and not few.claims
 
 
@@ -99,7 +132,7 @@ def test_scratch_holds_what_the_maps_name() -> None:
     """Planes of an array that is broadcast are made once."""
     q, k = np.zeros((3, 4, 1000, 100), np.float32), np.zeros((3, 1, 900, 100), np.float32)
     described = describe(q, k, np.broadcast_to(k, (3, 4, 900, 100))[..., :37])
-    taken = hopper.forward(described, SMS)
+    taken = hopper.forward(described, SMS, True)
     assert taken and taken.planes == 3
     scratch = hopper.scratch(described, taken)
     sizes = 3 * 2 * np.array([12 * 1000 * 104, 3 * 900 * 104, 3 * 900 * 40])
@@ -131,7 +164,9 @@ def test_a_warp_makes_planes_of_as_many_rows_as_the_kernel_says() -> None:
 def test_a_tile_of_the_sm90_family_fits(kind: str, precision: str | None) -> None:
     dtype = "float16" if kind == "16 bits" else kind
     short = tiles.SM90_SHORT.get((kind, precision), {})
-    for tile in (*tiles.SM90_FORWARD[kind, precision].values(), *short.values()):
-        variant = tiles.sm90_variant(dtype, tile, precision)
+    general = tiles.SM90_GENERAL.get((kind, precision), {})
+    alone = tiles.SM90_LSE[kind, precision]
+    for tile in (*tiles.SM90_FORWARD[kind, precision].values(), *short.values(), *general.values(), *alone.values()):
+        variant = tiles.sm90_variant(dtype, tile, precision, True)
         assert 0 < variant.smem_bytes <= tiles.SMEM_LIMIT["90a"]
         assert tile.block_m == 64 * (tile.warps // 4 - 1)

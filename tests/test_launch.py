@@ -13,7 +13,7 @@ import fake_gpu
 import gpu_cases
 import numpy as np
 import pytest
-from backends import HOST, acc_dtype, dtype_of, place, place_hole
+from backends import HOST, Layout, acc_dtype, dtype_of, place, place_hole
 from gpu_cases import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -112,7 +112,7 @@ def test_every_kernel_that_a_call_asks_for_is_listed(
     assert set(device.launched) <= {*tiles.variants(target, family), *tiles.variants(target, PORTABLE[family])}
     for variant in device.launched:
         assert variant.dtype == case.dtype
-        if variant.tile != tiles.ROW_KERNEL and variant.operation != tiles.NARROW:  # these multiply and add
+        if variant.tile != tiles.ROW_KERNEL and variant.operation not in tiles.SM90_FEW:  # these multiply and add
             assert variant.precision == case.options.get("precision")
 
 
@@ -228,21 +228,16 @@ def test_one_kernel_computes_all_gradients_where_it_pays(
     assert [("ordered" if variant.deterministic else "unordered") for variant in fused] == [expected] * bool(expected)
 
 
+SPLIT = [tiles.NARROW, "attention_merge_splits"]
+
+
 @pytest.mark.parametrize(
     ("dtype", "m", "n", "d", "e", "options", "expected"),
     [
         ("float32", 16384, 16384, 3, 3, {}, [tiles.NARROW]),
-        ("float32", 1, 4000000, 3, 3, {}, [tiles.NARROW, "attention_merge_splits"]),
-        ("float32", 32, 4000000, 3, 1, {"precision": "tf32"}, [tiles.NARROW, "attention_merge_splits"]),
-        (
-            "float64",
-            32,
-            4000000,
-            4,
-            4,
-            {"causal": True, "align": "bottom-right"},
-            [tiles.NARROW, "attention_merge_splits"],
-        ),
+        ("float32", 1, 4000000, 3, 3, {}, SPLIT),
+        ("float32", 32, 4000000, 3, 1, {"precision": "tf32"}, SPLIT),
+        ("float64", 32, 4000000, 4, 4, {"causal": True, "align": "bottom-right"}, SPLIT),
         ("bfloat16", 1, 100, 1, 1, {}, [tiles.NARROW]),
         ("float32", 100, 100, 3, 3, {"softcap": 5.0}, ["attention_forward"]),
         ("float32", 100, 100, 3, 7, {}, [tiles.NARROW]),
@@ -262,11 +257,38 @@ def test_few_features_have_a_kernel_and_few_queries_share_out_the_keys(
     assert [variant.operation for variant in device.launched] == expected
     nbytes = cuflash.workspace_nbytes("attention", q, k, v, **options)
     parts, rest = divmod(nbytes, m * (e + 2) * np.dtype(acc_dtype(dtype)).itemsize)
-    assert (nbytes == 0) == (len(expected) == 1) and (not nbytes or (1 < parts and rest < 64))
+    assert (nbytes > 0) == (expected == SPLIT) and (not nbytes or (1 < parts and rest < 64))
     device.launched.clear()
     cuflash.attention_lse(q, k, **options)
     alone = "attention_forward" if "softcap" in options or d > (8 if dtype == "float32" else 4) else tiles.NARROW
     assert device.launched[0].operation == alone and (alone != tiles.NARROW or device.launched[0].tile.head_dim == d)
+
+
+@pytest.mark.parametrize(
+    ("d", "options", "layout", "expected"),
+    [
+        (8, {}, None, (tiles.LANES, "sm90")),
+        (8, {}, Layout(shift=1), (tiles.NARROW, "sm80")),
+        (12, {"causal": True}, None, (tiles.LANES, "sm90")),
+        (12, {}, Layout(shift=1), ("attention_forward", "sm80")),
+        (12, {"precision": "tf32"}, None, ("attention_forward", "sm80")),
+        (12, {"softcap": 5.0}, None, ("attention_forward", "sm80")),
+        (10, {}, None, ("attention_forward", "sm80")),
+        (16, {}, None, ("attention_forward", "sm80")),
+        (24, {}, None, ("attention_forward", "sm90")),
+    ],
+    ids=str,
+)
+def test_what_lanes_do_not_take_goes_to_the_next_forward(
+    device: Pretended, d: int, options: dict[str, Any], layout: Layout | None, expected: tuple[str, str]
+) -> None:
+    device.become("sm90", "90a")
+    q, k, v = (on_gpu(np.zeros((8, 2048, d), np.float32), layout) for _ in range(3))
+    for call in (lambda: cuflash.attention(q, k, v, **options), lambda: cuflash.attention_lse(q, k, **options)):
+        device.launched.clear()
+        call()
+        around = ("attention_planes", "attention_merge_splits")
+        assert [(x.operation, x.family) for x in device.launched if x.operation not in around] == [expected]
 
 
 @given(units=st.integers(1, 2000), blocks=st.integers(1, 10000), slots=st.integers(1, 600))
@@ -279,11 +301,21 @@ def test_parts_of_the_keys(units: int, blocks: int, slots: int) -> None:
     assert all(x < used[-1] for x in used[:-1])
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-@given(m=st.integers(1, 200))
-def test_warps_that_rows_do_not_need_take_keys(dtype: str, m: int) -> None:
-    tile = tiles.tile(tiles.NARROW, dtype, 3, "strided", False, "90a", "sm80")
-    parts, rows = tiles.key_warps(tile, dtype, m), tile.block_m // tile.warps
+@pytest.mark.parametrize(
+    "variant",
+    [
+        *(
+            tiles.variant(tiles.NARROW, x, 3, "strided", False, "90a", "sm80")
+            for x in ("float16", "float32", "float64")
+        ),
+        tiles.sm90_few(tiles.NARROW_F64, "float64", 3),
+    ],
+    ids=lambda variant: variant.name,
+)
+@given(m=st.integers(1, 400))
+def test_warps_that_rows_do_not_need_take_keys(variant: compile.Variant, m: int) -> None:
+    tile, dtype = variant.tile, variant.dtype
+    parts, rows = tiles.key_warps(tile, variant.operation, dtype, m), tile.block_m // tile.warps
     assert tile.warps % parts == 0 and parts & (parts - 1) == 0
     if parts > 1:
         assert tile.warps // parts * (1 if m == 1 else rows) >= m

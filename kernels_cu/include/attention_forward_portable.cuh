@@ -7,15 +7,22 @@
 #include "mask.cuh"
 #include "pipeline.cuh"
 #include "product.cuh"
-#include "softmax.cuh"
+#include "softmax_table.cuh"
 
 namespace cuflash {
 
 constexpr int kMTiles = kTile.block_m / (16 * kRowWarps), kSlots = 2 * kMTiles;
-constexpr int kWarpKeys = kTile.block_n / kColumnWarps, kWarpFeatures = kTile.value_dim / kColumnWarps;
+// Where features are too few to be divided, column warps keep sums over keys of their own, which meet when all is done.
+constexpr bool kSplitKeys = kShareOperands && kTile.value_dim / kColumnWarps < 8;
+constexpr bool kShareRows = kShareOperands && !kSplitKeys;
+constexpr int kWarpKeys = kTile.block_n / kColumnWarps;
+constexpr int kWarpFeatures = kSplitKeys ? kTile.value_dim : kTile.value_dim / kColumnWarps;
+// Where exponentials are most of the time.
+constexpr bool kTableSoftmax = sizeof(Accumulator) == 8 && kTile.head_dim <= 8;
 static_assert(kMTiles * 16 * kRowWarps == kTile.block_m, "each warp owns whole 16-row tiles");
 static_assert(kTile.value_dim <= kTile.head_dim, "o is staged in q's tile");
-static_assert(kTile.block_n % 16 == 0, "p is an A operand of whole k steps");
+static_assert((kShareRows ? kTile.block_n : kWarpKeys) % 16 == 0, "p is an A operand of whole k steps");
+static_assert(!kTableSoftmax || !kShareRows, "each warp decides for its rows");
 
 struct PrivateStorage {
   Gemm::TileA<kTile.block_m, kTile.head_dim> q;
@@ -29,11 +36,23 @@ struct SharingStorage : PrivateStorage {
   SharedTile<Operand, kTile.block_m, kKeys> p;
   RowExchange<kTile.block_m> row;
 };
-using SharedStorage = ConditionalType<kShareOperands, SharingStorage<kTile.block_n>, PrivateStorage>;
+template <int kWarps>  // a template for the same reason
+struct SplittingStorage : PrivateStorage {
+  SharedTile<Operand, kTile.block_m, kTile.value_dim> o[kWarps - 1];  // of the column warps but the first
+  RowExchange<kTile.block_m> row;
+};
+using Storage =
+    ConditionalType<kShareRows, SharingStorage<kTile.block_n>,
+                    ConditionalType<kSplitKeys, SplittingStorage<kSplitKeys ? kColumnWarps : 2>, PrivateStorage>>;
+struct TableStorage : Storage {
+  Exp2Roots roots;
+};
+using SharedStorage = ConditionalType<kTableSoftmax, TableStorage, Storage>;
 static_assert(sizeof(SharedStorage) == kSmemBytes, "the tile table counts the same bytes");
 
 using Scores = Fragment<kMTiles, kWarpKeys>;
 using OutputRows = Fragment<kMTiles, kWarpFeatures>;
+using Softmax = ConditionalType<kTableSoftmax, TableSoftmax<kMTiles>, OnlineSoftmax<kMTiles>>;
 
 // Score terms and, unless the whole block is seen, masks; row0 and key0 are the first of the warp's tile.
 template <bool kMasked>
@@ -51,47 +70,69 @@ __device__ __forceinline__ void apply_score_terms(Scores& s, const Params& param
   if constexpr (kByLimits) mask_by_limits(s, params, row0, key0);
 }
 
-// Row maxima and sums over the columns of all warps that share the rows.
+// Row maxima and sums over the columns of all warps that hold some of the rows' keys.
 template <class Storage, class Combine>
 __device__ __forceinline__ void over_row(Storage& smem, Accumulator (&x)[kSlots], Combine combine) {
   if constexpr (kShareOperands) exchange(smem.row, x, warp_row() * 16 * kMTiles, combine);
 }
 
+// Exponentials may need a table in shared memory, which is there after the next barrier.
+template <class Softmax, class Storage>
+__device__ __forceinline__ void start_table(Softmax& softmax, Storage& smem) {
+  if constexpr (kTableSoftmax) {
+    smem.roots.template fill<kThreads>();
+    softmax.table = SharedExp2Table(smem.roots);
+  }
+}
+
 // o += p v.
 template <class Storage>
 __device__ __forceinline__ void accumulate_o(OutputRows& o, const Scores& p, Storage& smem) {
-  if constexpr (kShareOperands) {
+  if constexpr (kShareRows) {
     store_scores(p, smem.p);
     __syncthreads();  // p of all keys is complete; the barriers of the next step free it again
     accumulate(o, smem.p, smem.v);
+  } else if constexpr (kSplitKeys) {
+    Gemm::nn<kWarpKeys>(o, p, smem.v, 0, warp_column() * kWarpKeys);
   } else {
     accumulate(o, p, smem.v);
   }
 }
 
-__device__ __forceinline__ void store_results(const Params& params, OutputRows& o,
-                                              const OnlineSoftmax<kMTiles>& softmax, SharedStorage& smem) {
+// Brings the column warps, each of which has summed over keys of its own, to a common reference and adds up their o,
+// in the first of them.
+template <class Storage, class Softmax>
+__device__ __forceinline__ void merge_keys(OutputRows& o, Softmax& softmax, Storage& smem) {
+  Accumulator max[kSlots];
+#pragma unroll
+  for (int r = 0; r < kSlots; ++r) max[r] = softmax.row_max[r];
+  over_row(smem, max, [](Accumulator a, Accumulator b) { return larger(a, b); });
+  softmax.move_to(max, o);
+  if (warp_column() > 0) store_fragment(o, smem.o[warp_column() - 1], warp_row() * 16 * kMTiles, 0);
+  __syncthreads();  // o of all warps is there, and nobody reads maxima any more
+  if (warp_column() > 0) return;
+#pragma unroll
+  for (int column = 1; column < kColumnWarps; ++column)
+    o.for_each([&](Accumulator& x, int, int row, int col) {
+      x += smem.o[column - 1].at(warp_row() * 16 * kMTiles + row, col / kChunkOf<Operand>)[col % kChunkOf<Operand>];
+    });
+}
+
+__device__ __forceinline__ void store_results(const Params& params, OutputRows& o, Softmax& softmax,
+                                              SharedStorage& smem) {
   const Work work = locate_rows(ceil_div(params.seqlen_q, kTile.block_m));
   const BatchIndex batch = batch_index(params, work.owned, 0);
-  const int tile_row0 = work.block * kTile.block_m, rows = min_of(kTile.block_m, params.seqlen_q - tile_row0);
-  const int warp_row0 = warp_row() * 16 * kMTiles;
-  Accumulator sum[kSlots], o_scale[kSlots], lse[kSlots];
+  const int tile_row0 = work.block * kTile.block_m, warp_row0 = warp_row() * 16 * kMTiles;
+  if constexpr (kSplitKeys) merge_keys(o, softmax, smem);
+  Accumulator sum[kSlots];
 #pragma unroll
   for (int r = 0; r < kSlots; ++r) sum[r] = quad_sum(softmax.row_sum[r]);
   over_row(smem, sum, [](Accumulator a, Accumulator b) { return a + b; });
-#pragma unroll
-  for (int r = 0; r < kSlots; ++r) softmax.finish(r, sum[r], params.lse_scale, o_scale[r], lse[r]);
-  if (params.lse != nullptr && warp_column() == 0 && lane_id() % 4 == 0) {  // one lane of those that share the row
-    Accumulator* lse_gmem =
-        base<Accumulator>(params.lse, params.lse_stride, batch) + (tile_row0 + warp_row0) * params.lse_stride.row;
-    Scores::for_each_row([&](int r, int row) {
-      if (warp_row0 + row < rows) lse_gmem[row * params.lse_stride.row] = lse[r];
-    });
-  }
-  if (params.value_dim == 0) return;
-  o.for_each([&](Accumulator& x, int slot, int, int) { x *= o_scale[slot]; });
-  store_rows(o, smem.q, warp_row0, warp_column() * kWarpFeatures, base<Output>(params.o, params.o_stride, batch),
-             params.o_stride, tile_row0, params.seqlen_q, params.value_dim, params.store_vector != 0);
+  finish_rows(o, softmax, sum, params, batch, tile_row0 + warp_row0, warp_column() == 0);
+  if (params.value_dim == 0 || (kSplitKeys && warp_column() > 0)) return;
+  store_rows(o, smem.q, warp_row0, kSplitKeys ? 0 : warp_column() * kWarpFeatures,
+             base<Output>(params.o, params.o_stride, batch), params.o_stride, tile_row0, params.seqlen_q,
+             params.value_dim, params.store_vector != 0);
 }
 
 __device__ __forceinline__ void attention_forward(const Params& params, SharedStorage& smem) {
@@ -120,7 +161,8 @@ __device__ __forceinline__ void attention_forward(const Params& params, SharedSt
 
   OutputRows o;
   o.clear();
-  OnlineSoftmax<kMTiles> softmax(params.exponent_scale);
+  Softmax softmax(params.exponent_scale);
+  start_table(softmax, smem);
 
   const auto step = [&](int block) {
     copy_wait<0>();
@@ -155,7 +197,7 @@ __device__ __forceinline__ void attention_forward(const Params& params, SharedSt
   }
   for (int block = blocks.end - 1; block >= blocks.begin; --block) step(block);
 
-  if constexpr (kShareOperands) __syncthreads();  // nobody reads row maxima any more, where the sums will be
+  if constexpr (kShareRows) __syncthreads();  // nobody reads row maxima any more, where the sums will be
   store_results(params, o, softmax, smem);
 }
 

@@ -1,12 +1,11 @@
 // Forward for few features: exponentials and multiply-adds bound it, so rows are whole in registers and keys lie
 // feature by feature (narrow_rows.cuh, feature_tile.cuh). Warps of a CTA share out rows and, where rows are few, keys;
 // the grid shares out rows and, where those are too few for the device, parts of the keys. Both numbers are the
-// launch's: one kernel serves a million queries and a single one. Merged are (o, lse), in order.
+// launch's: one kernel serves a million queries and a single one.
 // The outline is host.py's: locate; key blocks; load q; step; finish; epilogue.
 #pragma once
-#include "blocks.cuh"
-#include "locate.cuh"
 #include "narrow_rows.cuh"
+#include "narrow_work.cuh"
 
 namespace cuflash {
 
@@ -18,12 +17,6 @@ using KeyTile = FeatureTile<kFeatures, kKeys>;
 constexpr int kTileSteps = kKeys / kStepKeys, kFlushSteps = 64;
 static_assert(kTileSteps * kStepKeys == kKeys, "tiles are whole steps");
 
-// A warp's first row, and the steps of keys that its rows see.
-struct WarpWork {
-  int row0;
-  BlockRange steps;
-};
-
 struct alignas(128) SharedStorage {
   KeyTile tile[kStages];
   WarpTotals<kMostRows, kFeatures> totals[kTile.warps];
@@ -33,46 +26,6 @@ struct alignas(128) SharedStorage {
 };
 static_assert(sizeof(SharedStorage) == kSmemBytes, "the tile table counts the same bytes");
 
-// Where a CTA works: rows [row0, row0 + rows) of a batch element, and a part of their keys.
-template <int kRows>
-struct CtaWork {
-  int rows, row0, split, owned;
-  __device__ __forceinline__ explicit CtaWork(const Params& params) : rows(kTile.warps / params.key_warps * kRows) {
-    const SplitWork work = locate_split_rows(ceil_div(params.seqlen_q, rows), params.splits);
-    row0 = work.block * rows, split = work.split, owned = work.owned;
-  }
-};
-
-// The warps' totals of each row, merged; to o and lse, or to what this split leaves.
-template <int kRows>
-__device__ __forceinline__ void store_results(const Params& params, const WarpTotals<kRows, kFeatures>* totals) {
-  const CtaWork<kRows> work(params);
-  const BatchIndex batch = batch_index(params, work.owned, 0);
-  const int columns = max_of(1, params.value_dim);
-  for (int i = threadIdx.x; i < work.rows * columns; i += kThreads) {
-    const int r = i / columns, column = i % columns, row = work.row0 + r;
-    if (row >= params.seqlen_q) break;
-    RowSums<1> merged;
-    for (int w = 0; w < params.key_warps; ++w) {
-      const RowSums<kFeatures>& own = totals[r / kRows * params.key_warps + w].row[r % kRows];
-      merged.merge({own.max, {own.sums[0], own.sums[1 + column]}});
-    }
-    if (params.splits > 1) {
-      Accumulator* left = split_row(params, work.split, i64(work.owned) * params.seqlen_q + row);
-      if (column == 0) left[0] = merged.max, left[1] = merged.sums[0];
-      if (params.value_dim > 0) left[2 + column] = merged.sums[1];
-      continue;
-    }
-    Accumulator o_scale, lse;
-    merged.finish(o_scale, lse);
-    if (column == 0 && params.lse != nullptr)
-      base<Accumulator>(params.lse, params.lse_stride, batch)[row * params.lse_stride.row] = lse;
-    if (params.value_dim > 0)
-      base<Output>(params.o, params.o_stride, batch)[row * params.o_stride.row + column * params.o_stride.col] =
-          from_float<Output>(merged.sums[1] * o_scale);
-  }
-}
-
 template <int kRows>
 __device__ __forceinline__ void attention_narrow(const Params& params, SharedStorage& smem) {
   using Rows = NarrowRows<kRows, kFeatures>;
@@ -81,15 +34,9 @@ __device__ __forceinline__ void attention_narrow(const Params& params, SharedSto
   const int row0 = cta.row0 + warp_id() / params.key_warps * kRows;
 
   const BlockRange tiles = key_blocks(params, cta.row0, min_of(cta.row0 + cta.rows, params.seqlen_q), kKeys);
-  const i64 count = tiles.end - tiles.begin;
-  const int begin = tiles.begin + int(count * cta.split / params.splits),
-            end = tiles.begin + int(count * (cta.split + 1) / params.splits);
-  if (lane_id() == 0) {
-    BlockRange steps{0, 0, 0, 0};  // for a warp beyond the last row
-    if (row0 < params.seqlen_q)
-      steps = key_blocks(params, row0, min_of(row0 + kRows, params.seqlen_q), kStepKeys);
-    smem.work[warp_id()] = {row0, steps};
-  }
+  const SplitBlocks part(tiles.begin, tiles.end - tiles.begin, cta.split, params.splits);
+  const int begin = part.begin, end = part.end;
+  if (lane_id() == 0) smem.work[warp_id()] = warp_work<kRows>(params, row0, kStepKeys);
   if (threadIdx.x == 0) smem.bases = bases_of(params, batch);
   if (params.head_dim < kFeatures || params.value_dim < kFeatures)  // features that no copy writes
     for (int i = threadIdx.x; i < int(sizeof(smem.tile) / sizeof(Accumulator)); i += kThreads)

@@ -68,7 +68,8 @@ __device__ __forceinline__ double ex2_near(double x, const Exp2Table& table) {
 
 // 2^x for any x: results may be subnormal, are 0 from -1075 down and infinite from 1024 up. A NaN must be a quiet one,
 // as those that come out of arithmetic are.
-__device__ __forceinline__ double ex2(double x, const Exp2Table& table) {
+template <class Table>
+__device__ __forceinline__ double ex2(double x, const Table& table) {
   double scale, tail;
   ex2_split(x, table, scale, tail);
   // Where the power of two may not be a normal number, it is applied in two steps, the second being 2^-128 or 2^128.

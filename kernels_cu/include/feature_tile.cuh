@@ -3,9 +3,8 @@
 // are copied one by one. The including kernel chose the family's copy().
 #pragma once
 #include "accumulator.cuh"
+#include "bases.cuh"
 #include "fragment.cuh"
-#include "locate.cuh"
-#include "params.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/shared.cuh"
 
@@ -38,18 +37,6 @@ __device__ __forceinline__ void copy_element(Accumulator& smem, const T* gmem, b
   } else {
     smem = exists ? to_float(*gmem) : 0;  // no asynchronous copy converts
   }
-}
-
-// Where the arrays of a CTA's batch begin.
-struct Bases {
-  const Operand *q, *k, *v;
-  const Accumulator* key_bias;  // or null
-};
-
-__device__ __forceinline__ Bases bases_of(const Params& params, const BatchIndex& batch) {
-  return {base<Operand>(params.q, params.q_stride, batch), base<Operand>(params.k, params.k_stride, batch),
-          base<Operand>(params.v, params.v_stride, batch),
-          params.key_bias == nullptr ? nullptr : params.key_bias + offset(params.key_bias_stride, batch)};
 }
 
 // Every kThreads-th key from `key` on of kKeys, all of which exist (kWhole) or some of which do: zeros for the others.

@@ -33,6 +33,17 @@ __device__ __forceinline__ SplitWork locate_split_rows(int m_blocks, int splits)
   const int index = work_index(), rest = index / m_blocks;
   return {m_blocks - 1 - index % m_blocks, rest % splits, rest / splits};
 }
+// Blocks of keys [begin, end) of this part: parts differ by a block at most. No 64-bit division: at the start of a
+// kernel nothing else is under way.
+struct SplitBlocks {
+  int begin, end;
+
+  __device__ __forceinline__ SplitBlocks(int first, int count, int split, int splits) {
+    const int share = count / splits, more = count - share * splits;
+    begin = first + share * split + min_of(split, more);
+    end = begin + share + (split < more ? 1 : 0);
+  }
+};
 // Tile `index` of all, longest first within a section of batch positions whose K and V the L2 holds at once.
 __device__ __forceinline__ Work locate_section_rows(const Params& params, int m_blocks, int index) {
   const int of_section = params.section * m_blocks, section = index / of_section, rest = index % of_section;
@@ -67,9 +78,8 @@ __device__ __forceinline__ i64 offset(const Strides& s, BatchIndex b) {
 }
 
 // Where a split leaves what it has summed of row `row` of all the batch: reference, sum of p, sums of p v.
-__device__ __forceinline__ Accumulator* split_row(const Params& params, int split, i64 row) {
-  const i64 rows = i64(owned_count(params)) * params.seqlen_q;
-  return params.split_rows + (split * rows + row) * (2 + params.value_dim);
+__device__ __forceinline__ Accumulator* split_parts(const Params& params, i64 row, int column) {
+  return params.split_rows + (row * (2 + params.value_dim) + column) * params.splits;
 }
 
 // Base of a batch in an array.

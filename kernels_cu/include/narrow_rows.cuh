@@ -9,32 +9,10 @@
 // the careful one alone.
 #pragma once
 #include "feature_tile.cuh"
-#include "row_sums.cuh"
+#include "narrow_totals.cuh"
 #include "score.cuh"
 
 namespace cuflash {
-
-// Whether a step that took its references for granted may have been wrong: p and its sums have to stay far below what
-// overflows, and a NaN is for the careful step to explain.
-struct BetFloat {
-  static __device__ __forceinline__ bool exponent_loses(float) { return false; }  // 2^x shows it
-  static __device__ __forceinline__ bool sum_loses(float sum) { return !(sum <= 1024.f); }
-};
-struct BetDouble {  // on high words: a comparison of doubles would take the pipe that exp2 and the products share
-  static __device__ __forceinline__ bool exponent_loses(double x) { return __double2hiint(x) > 0x40200000; }  // 8
-  static __device__ __forceinline__ bool sum_loses(double sum) { return u32(__double2hiint(sum)) > 0x40900000u; }
-};
-using Bet = ConditionalType<sizeof(Accumulator) == 8, BetDouble, BetFloat>;
-
-// A warp's rows in shared memory: what has been summed of each, and minus its reference as an exponent of 2. That is
-// NaN where no bet may be made on it, and loses any bet as +inf where the row has no key so far.
-template <int kRows, int kFeatures>
-struct WarpTotals {
-  RowSums<kFeatures> row[kRows];
-  Accumulator start[kRows];
-};
-
-constexpr int power_of_two_from(int x) { return x <= 1 ? 1 : 2 * power_of_two_from((x + 1) / 2); }
 
 template <int kRows, int kFeatures>
 class NarrowRows {
@@ -47,8 +25,7 @@ class NarrowRows {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
 #pragma unroll
-      for (int f = 0; f < kFeatures; ++f) q_[r][f] = query(params, bases, row0 + r, f) * factor, o_[r][f] = 0;
-      sum_[r] = 0;
+      for (int f = 0; f < kFeatures; ++f) q_[r][f] = query(params, bases, row0 + r, f) * factor;
       start_[r] = pos_inf();
     }
     if (lane_id() < kRows) totals.row[lane_id()] = {}, totals.start[lane_id()] = pos_inf();
@@ -81,12 +58,12 @@ class NarrowRows {
         p[r][i] = exp2_.flushed(p[r][i]);
         sum[r] = i == 0 ? p[r][i] : sum[r] + p[r][i];
       }
-      lost |= Bet::sum_loses(sum[r]);
+      lost |= Bet::sum_loses<kStepLimit>(sum[r]);
     }
     ld_shared(x, at + Tile::kV);  // before the vote: not to be waited for after it
     if (__any_sync(kFullWarp, lost)) return false;
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) sum_[r] += sum[r];
+    for (int r = 0; r < kRows; ++r) sums_.sum[r] += sum[r];
     if (params.value_dim == 0) return true;
 #pragma unroll
     for (int f = 0; f < kFeatures; ++f) {
@@ -94,7 +71,7 @@ class NarrowRows {
 #pragma unroll
       for (int i = 0; i < kLaneKeys; ++i)
 #pragma unroll
-        for (int r = 0; r < kRows; ++r) o_[r][f] = fma(p[r][i], x[i], o_[r][f]);
+        for (int r = 0; r < kRows; ++r) sums_.o[r][f] = fma(p[r][i], x[i], sums_.o[r][f]);
     }
     return true;
   }
@@ -112,7 +89,7 @@ class NarrowRows {
       for (int i = 0; i < kLaneKeys; ++i) absent &= bias[i] == neg_inf();
       if (__all_sync(kFullWarp, absent)) return;  // padding: rows that have no key before it would lose every bet
     }
-    flush(totals);
+    sums_.flush(totals);
     const Band band{params.band_lo, params.band_hi};
     key += kLaneKeys * lane_id();
 #pragma unroll 1
@@ -154,9 +131,7 @@ class NarrowRows {
       __syncwarp();  // all lanes have read the row
       if (lane_id() == 0) {
         totals.row[r] = row;
-        // From 2^20 (double: 2^49) on, starting from the reference would cost the exponent its fraction.
-        const bool near = fabs(reference.mc) < kLargeExponent / 16;
-        totals.start[r] = row.max == neg_inf() ? pos_inf() : near ? -reference.mc : quiet_nan();
+        totals.start[r] = start_of(row.max);
       }
     }
     __syncwarp();  // all rows are stored
@@ -170,67 +145,13 @@ class NarrowRows {
     if (!foldable) start_[0] = quiet_nan();  // q leaves no room for the factor
   }
 
-  // Adds what the lanes have summed so far to the totals: chains of additions stay short.
-  __device__ __forceinline__ void flush(Totals& totals) {
-    constexpr int kColumns = 1 + kFeatures, kSums = kRows * kColumns, kPadded = power_of_two_from(kSums);
-    constexpr int kOwn = max_of(1, kPadded / 32), kSharers = max_of(1, 32 / kPadded);  // sums of a lane, lanes of a sum
-    Accumulator x[kPadded] = {};
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      x[r * kColumns] = sum_[r];
-      sum_[r] = 0;
-#pragma unroll
-      for (int f = 0; f < kFeatures; ++f) x[r * kColumns + 1 + f] = o_[r][f], o_[r][f] = 0;
-    }
-    fold<kPadded, 16>(x);
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      const int own = lane_id() / kSharers * kOwn + i;
-      if (own < kSums && lane_id() % kSharers == 0) totals.row[own / kColumns].sums[own % kColumns] += x[i];
-    }
-    __syncwarp();  // before other lanes read them
-  }
+  __device__ __forceinline__ void flush(Totals& totals) { sums_.flush(totals); }
 
  private:
-  static __device__ __forceinline__ Accumulator query(const Params& params, const volatile Bases& bases, int row,
-                                                      int feature) {
-    row = min_of(row, params.seqlen_q - 1);  // rows beyond the last repeat it and are not stored
-    if (feature >= params.head_dim) return 0;
-    return to_float(bases.q[row * params.q_stride.row + feature * params.q_stride.col]);
-  }
-
-  static __device__ __forceinline__ Accumulator warp_max(Accumulator x) {
-#pragma unroll
-    for (int lanes = 16; lanes > 0; lanes /= 2) x = larger(x, __shfl_xor_sync(kFullWarp, x, lanes));
-    return x;
-  }
-  static __device__ __forceinline__ Accumulator warp_sum(Accumulator x) {
-#pragma unroll
-    for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(kFullWarp, x, lanes);
-    return x;
-  }
-
-  // Sums over all lanes: each exchange halves how many of kCount a lane holds, of twice as many keys. Lane i is left
-  // with those from number i * kCount / 32 on.
-  template <int kCount, int kLanes, int kSize>
-  static __device__ __forceinline__ void fold(Accumulator (&x)[kSize]) {
-    constexpr int kHalf = kCount / 2;
-    if constexpr (kHalf == 0) {
-      x[0] += __shfl_xor_sync(kFullWarp, x[0], kLanes);
-    } else {
-      const bool upper = lane_id() & kLanes;
-#pragma unroll
-      for (int i = 0; i < kHalf; ++i)
-        x[i] = (upper ? x[i + kHalf] : x[i]) + __shfl_xor_sync(kFullWarp, upper ? x[i] : x[i + kHalf], kLanes);
-    }
-    if constexpr (kLanes > 1) fold<max_of(1, kHalf), kLanes / 2>(x);
-  }
-
   Exp2 exp2_;
   Accumulator q_[kRows][kFeatures];  // times scale * log2(e)
-  Accumulator o_[kRows][kFeatures];  // over this lane's keys since the last flush, as are the sums
-  Accumulator sum_[kRows];
-  Accumulator start_[kRows];  // the totals'
+  Accumulator start_[kRows];         // the totals'
+  LaneSums<kRows, kFeatures> sums_;  // over this lane's keys since the last flush
 };
 
 }  // namespace cuflash

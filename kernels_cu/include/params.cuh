@@ -35,7 +35,7 @@ struct Params {
   void* k_planes;
   void* v_planes;
   int* claims;              // workspace: how much work has been claimed; null where each CTA's is known
-  Accumulator* split_rows;  // workspace of a forward whose keys are split: (splits, batch, seqlen_q, 2 + value_dim)
+  Accumulator* split_rows;  // workspace of a forward whose keys are split: (batch, seqlen_q, 2 + value_dim, splits)
   Strides q_stride, k_stride, v_stride, key_bias_stride, o_stride, lse_stride, dout_stride, dlse_stride, row_lse_stride,
       delta_stride, dq_stride, dk_stride, dv_stride, dkey_bias_stride, dq_accum_stride, dq_turn_stride, q_planes_stride,
       k_planes_stride, v_planes_stride;
@@ -53,6 +53,7 @@ struct Params {
   int store_vector;         // outputs of this launch take 16-byte stores
   int splits, key_warps;    // into how many parts the grid takes the keys, and the warps of a CTA each of those
   int section;              // batch positions whose K and V the L2 holds at once
+  int store_map;            // whether o has a tensor map
 };
 
 struct MergePart {

@@ -37,7 +37,7 @@ __device__ __forceinline__ void for_own_chunks(F f) {
   constexpr int kLanes = Tile::kPanelChunks, kRowStep = kThreads / kLanes;
   static_assert(kRowStep % 8 == 0, "the swizzle repeats every 8 rows");
   const int first_row = threadIdx.x / kLanes, chunk = threadIdx.x % kLanes;
-  const int first = first_row * Tile::kRowBytes + (chunk ^ Tile::turn(first_row)) * 16;
+  const int first = Tile::place(first_row) * Tile::kRowBytes + (chunk ^ Tile::turn(first_row)) * 16;
 #pragma unroll
   for (int row = 0; row < Tile::kRowCount; row += kRowStep) {
     if (Tile::kRowCount % kRowStep != 0 && first_row + row >= Tile::kRowCount) break;

@@ -1,6 +1,6 @@
 // Buffers between the warp that has tiles copied and the warpgroups that multiply them.
 #pragma once
-#include "params.cuh"
+#include "locate.cuh"
 #include "planes.cuh"
 #include "ptx/tma.cuh"
 
@@ -8,7 +8,7 @@ namespace cuflash {
 
 // What a kernel of sm_90 takes: cuflash/params.py puts the maps before the rest.
 struct TmaParams {
-  TensorMap q[kPlanes], k[kPlanes], v[kPlanes];
+  TensorMap q[kPlanes], k[kPlanes], v[kPlanes], o;  // o where params.store_map
   Params params;
 };
 
@@ -23,11 +23,6 @@ struct BufferBarriers {
   }
 };
 
-__device__ __forceinline__ void mbarrier_wait(const u64& barrier, u32 parity) {
-  while (!mbarrier_test(barrier, parity)) {
-  }
-}
-
 // Where a side of a ring of kStages buffers is: buffers are used in turns.
 template <int kStages>
 struct PipelineState {
@@ -39,10 +34,19 @@ struct PipelineState {
   }
 };
 
-// The producer's: the tile at `row` of a batch, as soon as the buffer is empty.
+// Where a batch position is on a map, which has no axis to step along where the array is broadcast.
+__device__ __forceinline__ void batch_on_map(int (&at)[3], const BatchIndex& batch, const Strides& stride) {
+#pragma unroll
+  for (int i = 0; i < 3; ++i) at[i] = stride.batch[i] == 0 ? 0 : batch.i[i];
+}
+
+// The producer's: the tile at `row` of a batch position, as soon as the buffer is empty.
 template <class Tile>
 __device__ __forceinline__ void fill(Tile (&smem)[kPlanes], BufferBarriers& barriers, u32 parity,
-                                     const TensorMap (&map)[kPlanes], int row, const int (&batch)[3]) {
+                                     const TensorMap (&map)[kPlanes], int row, const BatchIndex& batch,
+                                     const Strides& stride) {
+  int at[3];
+  batch_on_map(at, batch, stride);
   mbarrier_wait(barriers.empty, parity ^ 1);
   mbarrier_arrive_expect(barriers.full, sizeof(smem));
 #pragma unroll
@@ -50,7 +54,7 @@ __device__ __forceinline__ void fill(Tile (&smem)[kPlanes], BufferBarriers& barr
 #pragma unroll
     for (int panel = 0; panel < Tile::kPanels; ++panel)
       tma_load(shared_address(&smem[plane]) + panel * Tile::kPanelBytes, map[plane], barriers.full, 64 * panel, row,
-               batch);
+               at);
 }
 
 }  // namespace cuflash

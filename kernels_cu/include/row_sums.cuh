@@ -11,9 +11,20 @@ struct LaneExp2 {
   __device__ __forceinline__ double operator()(double x) const { return exp2(x); }
 };
 
+__device__ __forceinline__ Accumulator warp_max(Accumulator x) {
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) x = larger(x, __shfl_xor_sync(kFullWarp, x, lanes));
+  return x;
+}
+__device__ __forceinline__ Accumulator warp_sum(Accumulator x) {
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(kFullWarp, x, lanes);
+  return x;
+}
+
 template <int kColumns>
 struct RowSums {
-  Accumulator max = neg_inf();         // the reference, in natural units
+  Accumulator max = neg_inf();          // the reference, in natural units
   Accumulator sums[1 + kColumns] = {};  // of p, then of p v by column
 
   template <class Exp>

@@ -23,14 +23,21 @@ struct SharedTile {
   // Which way a row permutes the chunks of its panel. 8-byte elements have no ldmatrix: a quarter of a warp reads two
   // rows at four successive chunks, which bit 2 keeps apart, or half a warp four even rows at two chunks.
   static __device__ __forceinline__ int turn(int row) {
+    if constexpr (kPanelChunks == 4 && sizeof(T) == 8) return row >> 1 & 2;
     if constexpr (kPanelChunks == 4) return (row >> 1) & 3;
     if constexpr (sizeof(T) == 8) return (row & 7) ^ ((row & 1) << 2);
     return row & 7;
   }
 
+  // Where a row lies. Of 8-byte elements, four even rows of 64 bytes are to take turns with the odd ones for the first
+  // half of 128 bytes.
+  static __device__ __forceinline__ int place(int row) {
+    return kPanelChunks == 4 && sizeof(T) == 8 ? row ^ (row >> 1 & 1) : row;
+  }
+
   // The elements of a chunk: row `row`, columns kChunk * chunk and following.
   __device__ __forceinline__ T* at(int row, int chunk) {
-    return data + chunk / kPanelChunks * (kPanelBytes / int(sizeof(T))) + row * (kRowBytes / int(sizeof(T))) +
+    return data + chunk / kPanelChunks * (kPanelBytes / int(sizeof(T))) + place(row) * (kRowBytes / int(sizeof(T))) +
            ((chunk % kPanelChunks ^ turn(row)) * kChunk);
   }
   __device__ __forceinline__ const T* at(int row, int chunk) const {
@@ -40,7 +47,7 @@ struct SharedTile {
   // Shared address of element (row, col).
   __device__ __forceinline__ u32 address(int row, int col) const {
     const int chunk = col / kChunk;
-    return shared_address(data) + chunk / kPanelChunks * kPanelBytes + row * kRowBytes +
+    return shared_address(data) + chunk / kPanelChunks * kPanelBytes + place(row) * kRowBytes +
            (chunk % kPanelChunks ^ turn(row)) * 16 + col % kChunk * int(sizeof(T));
   }
   // From the address of (row, col), which depends on lane and warp, to that of (row + rows, col + cols), which are

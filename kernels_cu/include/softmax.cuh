@@ -71,6 +71,8 @@ struct OnlineSoftmax {
     for (int r = 0; r < kRows; ++r) row_max[r] = neg_inf(), row_sum[r] = 0;
   }
 
+  __device__ __forceinline__ Reference reference(int r) const { return Reference(row_max[r], c); }
+
   // Turns scores into p, and rescales o and the sums of rows whose reference moves. share(maxima) is where warps that
   // hold other columns of the same rows agree.
   template <int kCols, int kOCols, class Share>
@@ -124,11 +126,6 @@ struct OnlineSoftmax {
     } else {
       to_p(s, [&](Accumulator x) { return exp2.near(x); });
     }
-  }
-
-  __device__ __forceinline__ void finish(int r, Accumulator sum, Accumulator lse_scale, Accumulator& o_scale,
-                                         Accumulator& lse) const {
-    Reference(row_max[r], c).finish(sum, lse_scale, o_scale, lse);
   }
 
  private:

@@ -5,6 +5,7 @@
 // the left operand of that product, which each of them needs whole.
 #pragma once
 #include "fragment.cuh"
+#include "ptx/barrier.cuh"
 
 namespace cuflash {
 
@@ -16,10 +17,8 @@ static_assert(kRowWarps * kColumnWarps == kTile.warps, "the warps fill the grid"
 __device__ __forceinline__ int warp_row() { return warp_id() / kColumnWarps; }
 __device__ __forceinline__ int warp_column() { return warp_id() % kColumnWarps; }
 
-// A barrier of the warps that share rows. Barrier 0 is __syncthreads.
-__device__ __forceinline__ void sync_row() {
-  asm volatile("bar.sync %0, %1;" ::"r"(1 + warp_row()), "n"(32 * kColumnWarps) : "memory");
-}
+// A barrier of the warps that share rows.
+__device__ __forceinline__ void sync_row() { barrier_sync<32 * kColumnWarps>(1 + warp_row()); }
 
 // One number of each row of the block from each column warp.
 template <int kRows>

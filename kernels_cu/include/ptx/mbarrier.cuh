@@ -39,5 +39,9 @@ __device__ __forceinline__ bool mbarrier_test(const u64& barrier, u32 parity) {
   }
   return complete;
 }
+__device__ __forceinline__ void mbarrier_wait(const u64& barrier, u32 parity) {
+  while (!mbarrier_test(barrier, parity)) {
+  }
+}
 
 }  // namespace cuflash

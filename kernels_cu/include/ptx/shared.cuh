@@ -19,6 +19,9 @@ __device__ __forceinline__ void ld_shared(float (&x)[4], u32 at) {
                : "r"(at)
                : "memory");
 }
+__device__ __forceinline__ void ld_shared(float& x, u32 at) {
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(at) : "memory");
+}
 __device__ __forceinline__ void ld_shared(u32& x, u32 at) {
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(at) : "memory");
 }
@@ -32,11 +35,23 @@ __device__ __forceinline__ void ld_shared(u32 (&x)[4], u32 at) {
                : "memory");
 }
 
+// Of what no one writes after the barrier that published it: free to be moved.
+__device__ __forceinline__ void ld_shared_constant(double& x, u32 at) {
+  asm("ld.shared.f64 %0, [%1];" : "=d"(x) : "r"(at));
+}
+
 __device__ __forceinline__ void st_shared(u32 at, u32 x) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(x) : "memory");
 }
+__device__ __forceinline__ void st_shared(u32 at, float x) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(x) : "memory");
+}
 __device__ __forceinline__ void st_shared(u32 at, const u32 (&x)[4]) {
   asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+__device__ __forceinline__ void st_shared(u32 at, const float (&x)[4]) {
+  asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
                : "memory");
 }
 __device__ __forceinline__ void st_shared(u32 at, float x, float y) {

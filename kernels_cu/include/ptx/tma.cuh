@@ -19,6 +19,16 @@ __device__ __forceinline__ void tma_load(u32 smem, const TensorMap& map, u64& ba
       : "memory");
 }
 
+// A box of shared memory to the array, cut where the array ends: one of those that the next commit comprises.
+__device__ __forceinline__ void tma_store(const TensorMap& map, u32 smem, int column, int row, const int (&batch)[3]) {
+  asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4, %5}], [%6];" ::"l"(&map),
+               "r"(column), "r"(row), "r"(batch[2]), "r"(batch[1]), "r"(batch[0]), "r"(smem)
+               : "memory");
+}
+__device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until all that this thread has committed has been read from shared memory.
+__device__ __forceinline__ void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
 // Shared memory that this thread has written or read comes before what copy engine and wgmma do to it.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
