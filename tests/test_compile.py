@@ -100,10 +100,10 @@ def faults(variant: Variant) -> list[str]:
             # Around each product a few; where the compiler takes fright, two for each of its instructions.
             if 2 * opcodes.count("WARPGROUP") > opcodes.count("HGMMA"):
                 found.append(f"{variant}: wgmma one at a time: {opcodes.count('WARPGROUP')} WARPGROUP instructions")
-            # What spills is the producer's, whose code comes after that of the consumers; of these two pairs, once a
-            # tile, with score terms at 256 features.
+            # What spills is the producer's, whose code comes after that of the consumers: these may set aside a few
+            # coordinates of a tile while they work on it (6 pairs by NVRTC 13.5).
             last = opcodes.positions("HGMMA")[-1]
-            if sum(at < last for at in opcodes.positions("LDL", "STL")) > 4 * (variant.tile.head_dim == 256):
+            if sum(at < last for at in opcodes.positions("LDL", "STL")) > 12:
                 found.append(f"{variant}: local memory among the products")
         if variant.family == "sm75":
             unwanted += ["LDGSTS", "DMMA"] + (["HMMA"] if wide else [])
@@ -143,11 +143,11 @@ def test_the_tables_stay_small(family: str, target: str) -> None:
     """A first call compiles one of them; somebody who compiles a target ahead of time waits for all.
 
     float32 with its two precisions and float64 have fewer load kinds and head dims than 16 bits have: they may add
-    four fifths to what those come to.
+    five sixths to what those come to.
     """
     listed = tiles.variants(target, family)
     assert 0 < sum(tiles.kind(variant.dtype) == "16 bits" for variant in listed) <= 150
-    assert len(listed) <= 270
+    assert len(listed) <= 275
     assert {variant.dtype for variant in listed} == set(tiles.dtypes(target, family))
     names = {variant.name for variant in listed}
     assert len(names) == len(listed) == len(set(listed))
