@@ -23,7 +23,6 @@ PLANE_ROWS = 8
 WORTH_PLANES = 170
 """Scores for each row of q, k and v from which on planes save more time than it costs to make them."""
 
-
 NARROW_PLANES = 16
 """Features up to which planes do not pay: their tiles have 64 columns, the portable family has one of 16. A head of
 16384 with 16 features took 0.55 clocks a score and SM, there 0.38."""
@@ -104,23 +103,26 @@ def scratch(problem: Problem, taken: Forward) -> Scratch:
     """Scratch memory of a call."""
     q = k = v = 0
     if taken.planes > 1:
-        q, k = (taken.planes * _plane_nbytes(problem, name) for name in "qk")
-        v = taken.planes * _plane_nbytes(problem, "v") if problem.has_value else 0
+        q, k, v = (taken.planes * _plane_nbytes(problem, name) for name in "qkv")
     k_planes, v_planes, claims, end = itertools.accumulate((q, k, v, 16 if taken.claims else 0))
     return Scratch(0, k_planes, v_planes, claims, end + 16 if end else 0)  # the caller's memory may start anywhere
 
 
 def plane_warps(problem: Problem) -> int:
     """Warps of the kernel that makes planes: each takes some rows of one array."""
-    q, k = (math.prod(memory.own_batch(problem, name)) for name in "qk")
-    v = math.prod(memory.own_batch(problem, "v")) if problem.has_value else 0
+    q, k, v = (_own_count(problem, name) for name in "qkv")
     return q * -(-problem.m // PLANE_ROWS) + (k + v) * -(-problem.n // PLANE_ROWS)
 
 
 def _plane_nbytes(problem: Problem, name: str) -> int:
-    """Of one plane of q, k or v: a multiple of 16."""
+    """Of one plane of q, k or v, which may be absent: a multiple of 16."""
     rows, cols = problem.m if name == "q" else problem.n, problem.e if name == "v" else problem.d
-    return 2 * math.prod(memory.own_batch(problem, name)) * rows * memory.plane_pitch(cols)
+    return 2 * _own_count(problem, name) * rows * memory.plane_pitch(cols)
+
+
+def _own_count(problem: Problem, name: str) -> int:
+    """Batch positions at which q, k or v has memory of its own, none of a v that is absent."""
+    return math.prod(memory.own_batch(problem, name)) if name != "v" or problem.has_value else 0
 
 
 def maps(problem: Problem, layout: memory.Layout, taken: Forward) -> tuple[Map, ...] | None:
