@@ -28,6 +28,11 @@ NARROW_PLANES = 16
 16384 with 16 features took 0.55 clocks a score and SM, there 0.38."""
 
 
+CAPS = 1e20
+"""Caps up to which, and from the inverse of which on, a scale over the cap and their other combinations are far from
+the ends of float32."""
+
+
 class Forward(NamedTuple):
     """How the kernel takes a problem."""
 
@@ -69,6 +74,10 @@ NO_MAP = Map(0, 0, None, lambda address: bytes(params.TENSOR_MAP_BYTES))
 @lru_cache(maxsize=4096)
 def forward(problem: Problem, multiprocessors: int, plain: bool) -> Forward | None:
     """None where another kernel serves a problem better. ``plain``: it takes a variant without score terms."""
+    if problem.softcap is not None:
+        cap = problem.softcap
+        if not 1 / CAPS < cap < CAPS or abs(problem.scale) >= CAPS * cap:
+            return None
     scores = _scores(problem)
     features, keys = max(problem.d, problem.e), scores / problem.m
     tile = tiles.sm90_forward(problem.dtype, problem.precision, features, keys, plain, problem.has_value)

@@ -259,7 +259,7 @@ def _plan_sm90(
     if maps is None or (sm90.planes == 1 and bits.loads % tma.ALIGNMENT):
         return None
     vector = memory.load_kind(problem.dtype, layout, ("o",), bits.rows) == "16"
-    main = tiles.sm90_variant(problem.dtype, sm90.tile, problem.precision, sm90.plain)
+    main = tiles.sm90_variant(problem.dtype, sm90.tile, problem.precision, _sm90_terms(problem, sm90.plain))
     output = None
     if problem.has_value and sm90.tile.q_stages > 1 and bits.rows % tma.ALIGNMENT == 0:
         output = hopper.output_map(problem, layout)
@@ -270,6 +270,14 @@ def _plan_sm90(
     split = tiles.row_variant("attention_planes", problem.dtype, "strided", "90a", "sm90", problem.precision)
     blocks = -(-hopper.plane_warps(problem) // split.tile.warps)
     return _launch(problem, split, layout, 1)._replace(grid=(blocks,)), launch
+
+
+def _sm90_terms(problem: Problem, plain: bool) -> tuple[str, ...]:
+    """Score terms of the variant that takes a problem, one of ``tiles.SM90_TERMS``."""
+    if plain:
+        return ()
+    has = {"Softcap": problem.softcap is not None, "KeyBias": problem.has_key_bias or problem.softcap is None}
+    return tuple(term for term in compile.SCORE_TERMS if has[term])
 
 
 def _plan_few(problem: Problem, family: str, layout: memory.Layout, kernel: few.Few) -> tuple[_Launch, ...]:
@@ -434,10 +442,14 @@ def _launch(
     ints |= {"band_lo": problem.band.lo, "band_hi": problem.band.hi}
     ints |= {"need": need, "store_vector": int(store_vector), "splits": splits, "key_warps": key_warps}
     ints |= {"section": section, "store_map": int(output is not None)}
+    # What the kernel's scores are to be multiplied by.
+    rest = 1.0 if variant.prescaled else problem.scale
+    if variant.family == "sm90" and variant.scores == ("Softcap",) and problem.softcap is not None:
+        rest = problem.softcap
     scalars = {
         "scale": problem.scale,
-        "exponent_scale": LOG2E if variant.prescaled else _exponent_scale(problem),
-        "lse_scale": 1.0 if variant.prescaled else problem.scale,
+        "exponent_scale": rest * LOG2E,
+        "lse_scale": rest,
         "softcap": problem.softcap or 0.0,
     }
     kernel = compile.kernel(variant, problem.device)

@@ -134,7 +134,8 @@ class Tile:
         k, v = panels(self.block_n, self.head_dim), panels(self.block_n, self.value_dim)
         barriers = 16 * (self.q_stages + 2 * self.stages)
         q = self.q_stages * panels(self.block_m, self.head_dim)
-        nbytes = q + self.stages * (k + v) + barriers + 36 * (self.q_stages + 1)  # and the tiles' work
+        bias = 4 * self.stages * self.block_n
+        nbytes = q + self.stages * (k + v) + bias + barriers + 36 * (self.q_stages + 1)  # and the tiles' work
         return -(-nbytes // 1024) * 1024  # panels begin at multiples of 1024 bytes
 
     def _sm90_narrow_bytes(self, itemsize: int) -> int:
@@ -698,12 +699,18 @@ def row_variant(
     return Variant(operation, family, target, dtype, dtype, ROW_KERNEL, (), load, False, precision=precision)
 
 
-def sm90_variant(dtype: str, tile: Tile, precision: str | None, plain: bool) -> Variant:
-    """The kernel of what `sm90_forward` gives."""
-    from cuflash.compile import SCORE_TERMS, Variant
+SM90_TERMS: tuple[tuple[str, ...], ...] = ((), ("KeyBias",), ("Softcap",), ("Softcap", "KeyBias"))
+"""Score terms that the forward of the sm90 family is compiled with. Where a scale alone keeps a call from being plain,
+it takes key_bias, of zeros."""
 
-    scores = () if plain else SCORE_TERMS
-    return Variant("attention_forward", "sm90", "90a", dtype, dtype, tile, scores, "16", not plain, precision=precision)
+
+def sm90_variant(dtype: str, tile: Tile, precision: str | None, terms: tuple[str, ...]) -> Variant:
+    """The kernel of what `sm90_forward` gives, with terms of `SM90_TERMS`."""
+    from cuflash.compile import Variant
+
+    return Variant(
+        "attention_forward", "sm90", "90a", dtype, dtype, tile, terms, "16", bool(terms), precision=precision
+    )
 
 
 def sm90_few(operation: str, dtype: str, d: int) -> Variant | None:
@@ -719,10 +726,10 @@ def _sm90_variants() -> list[Variant]:
     found = [variant for variant in few if variant is not None]
     for (kind_of, precision), rows in SM90_FORWARD.items():
         for dtype in (dtype for dtype in ITEMSIZE if kind(dtype) == kind_of):
-            for plain in (True, False):
-                wanted = [sm90_forward(dtype, precision, d, keys, plain) for d in rows for keys in (math.inf, 1)]
+            for terms in SM90_TERMS:
+                wanted = [sm90_forward(dtype, precision, d, keys, not terms) for d in rows for keys in (math.inf, 1)]
                 wanted += SM90_LSE[kind_of, precision].values()
-                found += [sm90_variant(dtype, t, precision, plain) for t in dict.fromkeys(wanted) if t is not None]
+                found += [sm90_variant(dtype, t, precision, terms) for t in dict.fromkeys(wanted) if t is not None]
             if params.planes(dtype, precision) > 1:
                 found.append(row_variant("attention_planes", dtype, "strided", "90a", "sm90", precision))
     return found

@@ -13,6 +13,7 @@
 #include "ptx/registers.cuh"
 #include "softmax.cuh"
 #include "store_direct.cuh"
+#include "terms_sm90.cuh"
 
 namespace cuflash {
 
@@ -28,6 +29,8 @@ constexpr bool kCrossTiles = kQStages == 2;
 // Few features: the exponentials take as long as the products. Warpgroups issue theirs in turns, so that the softmax of
 // one runs under the products of another.
 constexpr bool kTakeTurns = kOverlaps && kPlanes == 1 && kTile.head_dim <= 64;
+// The scale is part of the terms, not of the exponent, where key_bias is: of softcap alone the cap is there.
+static_assert(kPrescaled == (kSoftcap || kKeyBias));
 static_assert(kOverlaps || !kCrossTiles, "the registers of scores in flight");
 
 using QTile = PanelTile<kTile.block_m, kTile.head_dim>;
@@ -61,6 +64,7 @@ struct SharedStorage {
   Planes<QTile> q[kQStages];  // o, later, where there are two
   Planes<KTile> k[kStages];
   Planes<VTile> v[kStages];
+  BlockBias<kTile.block_n> key_bias[kStages];  // with k
   BufferBarriers q_barriers[kQStages], k_barriers[kStages], v_barriers[kStages];
   TileWork work[kQStages];  // whose Q is in the buffer; of no rows after the last
   TileWork next;            // the producer's
@@ -119,7 +123,14 @@ __device__ __forceinline__ void produce(const TmaParams& tma, SharedStorage& sme
     int block = smem.next.blocks.end;
     const auto fill_k = [&] {
       --block;
-      fill(smem.k[k.stage], smem.k_barriers[k.stage], k.parity, tma.k, block * kTile.block_n, batch, k_stride);
+      const int key0 = block * kTile.block_n;
+      if constexpr (kKeyBias) {
+        const BiasSource<kTile.block_n> bias(params, batch, key0);
+        fill(smem.k[k.stage], smem.k_barriers[k.stage], k.parity, tma.k, key0, batch, k_stride, bias.bytes());
+        bias.copy(params, smem.key_bias[k.stage].bias, smem.k_barriers[k.stage].full);
+      } else {
+        fill(smem.k[k.stage], smem.k_barriers[k.stage], k.parity, tma.k, key0, batch, k_stride);
+      }
       k.next();
     };
     const auto fill_q = [&] {
@@ -213,6 +224,7 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
   PipelineState<kQStages> q;
   PipelineState<kStages> k, v;
   Scores s;
+  const float tangent_factor = kSoftcap ? Tangent::factor(params) : 0;
   const auto issue_scores = [&] { issue_nt<kTile.head_dim>(s, smem.q[q.stage], group_row0, smem.k[k.stage]); };
   // Whether there is a next tile, whose Q then is there. Its first scores are issued in any case: under a condition,
   // the compiler would wait for each of their products. After the last tile they are of what lies in shared memory, and
@@ -247,10 +259,6 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
     OutputRows& sums = kFreshSums ? fresh : o;
     bool begins = true;
     int block = blocks.end - 1;
-    const KeyBias key_bias{params.key_bias == nullptr
-                               ? nullptr
-                               : params.key_bias + offset(params.key_bias_stride, smem.work[q.stage].batch),
-                           params.key_bias_stride.row};
     Accumulator rescale[2];
 
     const auto issue_output = [&] {
@@ -266,15 +274,17 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
         o.for_each_with(fresh, [&](Accumulator& x, Accumulator& more, int, int, int) { x = begins ? more : x + more; });
       begins = false;
     };
-    const auto scores_to_p = [&](bool masked) {
-      release(smem.k_barriers[k.stage].empty);
-      k.next();
-      if constexpr (kPrescaled) {
-        s.for_each([&](Accumulator& x, int, int, int col) {
-          const int key = block * kTile.block_n + col;
-          x = apply_terms(params, x, kKeyBias && key < params.seqlen_k ? key_bias.value(key) : 0).value;
-        });
+    const auto add_terms = [&] {
+      if constexpr (!kKeyBias) release(smem.k_barriers[k.stage].empty);
+      if constexpr (kSoftcap) Tangent::apply(s, tangent_factor);
+      if constexpr (kKeyBias) {
+        smem.key_bias[k.stage].add(s, kSoftcap ? params.softcap : params.scale);
+        __syncwarp();  // all lanes have read key_bias
+        if (lane_id() == 0) mbarrier_arrive(smem.k_barriers[k.stage].empty);
       }
+      k.next();
+    };
+    const auto scores_to_p = [&](bool masked) {
       if (masked) mask_by_limits(s, params, row0, block * kTile.block_n);
       return softmax.update(s, rescale);
     };
@@ -286,6 +296,7 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
       if constexpr (kOverlaps) issue_output();
       pass_turn();
       wgmma_wait<kOverlaps>(s);
+      add_terms();
       const bool moved = scores_to_p(decltype(masked)::value);
       if constexpr (kOverlaps) {
         wgmma_wait<0>(sums);
@@ -303,6 +314,7 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
 
     if constexpr (kOverlaps) {
       wgmma_wait<0>(s);
+      add_terms();
       if (blocks.is_full(block)) {
         scores_to_p(false);
       } else {
@@ -348,8 +360,16 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
 __device__ __forceinline__ void attention_forward(const TmaParams& tma, SharedStorage& smem) {
   if (threadIdx.x == 0) {
     for (int i = 0; i < kQStages; ++i) smem.q_barriers[i].start(128 * kConsumers);
-    for (int i = 0; i < kStages; ++i) smem.k_barriers[i].start(kConsumers), smem.v_barriers[i].start(kConsumers);
+    for (int i = 0; i < kStages; ++i) {
+      // With key_bias, which all warps read, and of which words may come apart from what the copy engine brings.
+      smem.k_barriers[i].start(kKeyBias ? 4 * kConsumers : kConsumers, kKeyBias ? 2 : 1);
+      smem.v_barriers[i].start(kConsumers);
+    }
     mbarrier_publish();
+  }
+  if (kKeyBias && tma.params.key_bias == nullptr) {
+    for (int i = threadIdx.x; i < kStages * kTile.block_n; i += blockDim.x)
+      smem.key_bias[i / kTile.block_n].bias[i % kTile.block_n] = 0;
   }
   __syncthreads();  // the barriers are there
   if (threadIdx.x < 128) {

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from test_problem import describe
 
-from cuflash import hopper, memory, params, problem, tiles, tma
+from cuflash import hopper, launch, memory, params, problem, tiles, tma
 
 SMS = 132
 
@@ -160,6 +160,28 @@ def test_a_warp_makes_planes_of_as_many_rows_as_the_kernel_says() -> None:
     assert hopper.plane_warps(of_shape(9, 17, 64, heads=2)) == 2 * (2 + 3 + 3)
 
 
+def test_caps_at_the_ends_of_float32_are_for_other_kernels() -> None:
+    for cap, scale in ((30.0, None), (1e-19, 0.0), (1e19, 3e38), (1e-19, -1.0)):
+        assert hopper.forward(of_shape(4096, 4096, 64, np.float16, softcap=cap, scale=scale), SMS, False), (cap, scale)
+    for cap, scale in ((1e-21, None), (1e21, None), (1e-19, 3.0), (1e-3, -3e17)):
+        described = of_shape(4096, 4096, 64, np.float16, softcap=cap, scale=scale)
+        assert hopper.forward(described, SMS, False) is None, (cap, scale)
+
+
+def test_a_problem_has_the_terms_that_it_asks_for() -> None:
+    bias = {"key_bias": np.zeros(100, np.float32)}
+    for options, terms in (
+        ({}, ()),
+        (bias, ("KeyBias",)),
+        ({"scale": -1.0}, ("KeyBias",)),
+        ({"softcap": 30.0}, ("Softcap",)),
+        ({"softcap": 30.0, **bias}, ("Softcap", "KeyBias")),
+    ):
+        described = of_shape(100, 100, 64, np.float16, **options)
+        assert launch._sm90_terms(described, launch._is_plain(described)) == terms
+        assert terms in tiles.SM90_TERMS
+
+
 @pytest.mark.parametrize(("kind", "precision"), list(tiles.SM90_FORWARD))
 def test_a_tile_of_the_sm90_family_fits(kind: str, precision: str | None) -> None:
     dtype = "float16" if kind == "16 bits" else kind
@@ -167,6 +189,6 @@ def test_a_tile_of_the_sm90_family_fits(kind: str, precision: str | None) -> Non
     general = tiles.SM90_GENERAL.get((kind, precision), {})
     alone = tiles.SM90_LSE[kind, precision]
     for tile in (*tiles.SM90_FORWARD[kind, precision].values(), *short.values(), *general.values(), *alone.values()):
-        variant = tiles.sm90_variant(dtype, tile, precision, True)
+        variant = tiles.sm90_variant(dtype, tile, precision, ())
         assert 0 < variant.smem_bytes <= tiles.SMEM_LIMIT["90a"]
         assert tile.block_m == 64 * (tile.warps // 4 - 1)
