@@ -450,7 +450,7 @@ PRECISE: dict[tuple[str | None, str], dict[int, dict[int, Tile]]] = {
 
 SPILLS = {
     # In the producer, which has 24 registers (32 beside three consumers): coordinates, read again once a block,
-    # and what it has at hand while it works out the next tile.
+    # and what it has at hand while it works out the next tile; most of it with key_bias.
     **{("16 bits", "attention_forward_sm90", d): 352 for d in (64, 96, 128, 192, 256)},  # 256 by 13.0
     **{("float32", "attention_forward_sm90", d): 352 for d in (64, 128)},  # 288 by 13.0
     ("16 bits", FUSED, 64): 64,  # in order 1.14 of FlashAttention-2; 1.04 with the next best row

@@ -66,8 +66,9 @@ struct SharedStorage {
   Planes<VTile> v[kStages];
   BlockBias<kTile.block_n> key_bias[kStages];  // with k
   BufferBarriers q_barriers[kQStages], k_barriers[kStages], v_barriers[kStages];
-  TileWork work[kQStages];  // whose Q is in the buffer; of no rows after the last
-  TileWork next;            // the producer's
+  const float* key_bias_row;  // the producer's: of the tile's batch position, or null
+  TileWork work[kQStages];    // whose Q is in the buffer; of no rows after the last
+  TileWork next;              // the producer's
 };
 static_assert(!kCrossTiles || sizeof(StagedRows) <= sizeof(Planes<QTile>), "o is staged where q was");
 static_assert(StagedRows::kRowBytes == 128,
@@ -121,16 +122,15 @@ __device__ __forceinline__ void produce(const TmaParams& tma, SharedStorage& sme
     const BatchIndex batch = smem.next.batch;
     const int begin = smem.next.blocks.begin;
     int block = smem.next.blocks.end;
+    if constexpr (kKeyBias)
+      smem.key_bias_row =
+          params.key_bias == nullptr ? nullptr : params.key_bias + offset(params.key_bias_stride, batch);
     const auto fill_k = [&] {
       --block;
-      const int key0 = block * kTile.block_n;
-      if constexpr (kKeyBias) {
-        const BiasSource<kTile.block_n> bias(params, batch, key0);
-        fill(smem.k[k.stage], smem.k_barriers[k.stage], k.parity, tma.k, key0, batch, k_stride, bias.bytes());
-        bias.copy(params, smem.key_bias[k.stage].bias, smem.k_barriers[k.stage].full);
-      } else {
-        fill(smem.k[k.stage], smem.k_barriers[k.stage], k.parity, tma.k, key0, batch, k_stride);
-      }
+      fill(smem.k[k.stage], smem.k_barriers[k.stage], k.parity, tma.k, block * kTile.block_n, batch, k_stride);
+      if constexpr (kKeyBias)
+        fill_bias(smem.key_bias[k.stage].bias, smem.k_barriers[k.stage].full, params,
+                  *static_cast<const float* volatile*>(&smem.key_bias_row), block * kTile.block_n);
       k.next();
     };
     const auto fill_q = [&] {
@@ -361,8 +361,8 @@ __device__ __forceinline__ void attention_forward(const TmaParams& tma, SharedSt
   if (threadIdx.x == 0) {
     for (int i = 0; i < kQStages; ++i) smem.q_barriers[i].start(128 * kConsumers);
     for (int i = 0; i < kStages; ++i) {
-      // With key_bias, which all warps read, and of which words may come apart from what the copy engine brings.
-      smem.k_barriers[i].start(kKeyBias ? 4 * kConsumers : kConsumers, kKeyBias ? 2 : 1);
+      // With key_bias, which all warps read.
+      smem.k_barriers[i].start(kKeyBias ? 4 * kConsumers : kConsumers, kKeyBias ? 1 + kBiasArrivals : 1);
       smem.v_barriers[i].start(kConsumers);
     }
     mbarrier_publish();

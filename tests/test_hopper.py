@@ -163,7 +163,7 @@ def test_a_warp_makes_planes_of_as_many_rows_as_the_kernel_says() -> None:
 def test_caps_at_the_ends_of_float32_are_for_other_kernels() -> None:
     for cap, scale in ((30.0, None), (1e-19, 0.0), (1e19, 3e38), (1e-19, -1.0)):
         assert hopper.forward(of_shape(4096, 4096, 64, np.float16, softcap=cap, scale=scale), SMS, False), (cap, scale)
-    for cap, scale in ((1e-21, None), (1e21, None), (1e-19, 3.0), (1e-3, -3e17)):
+    for cap, scale in ((1e-21, None), (1e21, None), (1e-19, 30.0), (1e-3, -3e17)):
         described = of_shape(4096, 4096, 64, np.float16, softcap=cap, scale=scale)
         assert hopper.forward(described, SMS, False) is None, (cap, scale)
 

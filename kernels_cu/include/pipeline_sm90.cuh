@@ -41,16 +41,15 @@ __device__ __forceinline__ void batch_on_map(int (&at)[3], const BatchIndex& bat
   for (int i = 0; i < 3; ++i) at[i] = stride.batch[i] == 0 ? 0 : batch.i[i];
 }
 
-// The producer's: the tile at `row` of a batch position, as soon as the buffer is empty. Of so many more bytes the
-// caller orders the copies.
+// The producer's: the tile at `row` of a batch position, as soon as the buffer is empty.
 template <class Tile>
 __device__ __forceinline__ void fill(Tile (&smem)[kPlanes], BufferBarriers& barriers, u32 parity,
                                      const TensorMap (&map)[kPlanes], int row, const BatchIndex& batch,
-                                     const Strides& stride, u32 more_bytes = 0) {
+                                     const Strides& stride) {
   int at[3];
   batch_on_map(at, batch, stride);
   mbarrier_wait(barriers.empty, parity ^ 1);
-  mbarrier_arrive_expect(barriers.full, sizeof(smem) + more_bytes);
+  mbarrier_arrive_expect(barriers.full, sizeof(smem));
 #pragma unroll
   for (int plane = 0; plane < kPlanes; ++plane)
 #pragma unroll
@@ -60,28 +59,22 @@ __device__ __forceinline__ void fill(Tile (&smem)[kPlanes], BufferBarriers& barr
 }
 
 // The producer's: key_bias of the keys from key0 on, a block of them or what is left, into a buffer that is empty. Whole
-// vectors are the copy engine's, the bytes returned, where the array lets it; the rest comes word by word.
-template <int kKeys>
-struct BiasSource {
-  const float* gmem;
-  int keys, whole;
+// vectors are the copy engine's where the array lets it, the rest comes word by word: one arrival for each.
+constexpr int kBiasArrivals = 2;
 
-  __device__ __forceinline__ BiasSource(const Params& params, const BatchIndex& batch, int key0) : gmem(nullptr) {
-    keys = whole = 0;
-    if (params.key_bias == nullptr) return;
-    const i64 step = params.key_bias_stride.row;
-    gmem = params.key_bias + offset(params.key_bias_stride, batch) + key0 * step;
-    keys = min_of(kKeys, params.seqlen_k - key0);
-    whole = step == 1 && u64(gmem) % 16 == 0 ? keys / 4 * 4 : 0;
-  }
-  __device__ __forceinline__ u32 bytes() const { return 4 * whole; }
-  __device__ __forceinline__ void copy(const Params& params, float* smem, u64& full) const {
-    if (whole > 0) bulk_load(smem, gmem, bytes(), full);
-    const i64 step = params.key_bias_stride.row;
+// `row`: of the batch position, or null.
+template <int kKeys>
+__device__ __forceinline__ void fill_bias(float (&smem)[kKeys], u64& full, const Params& params, const float* row,
+                                          int key0) {
+  const i64 step = params.key_bias_stride.row;
+  const float* gmem = row + key0 * step;
+  const int keys = row == nullptr ? 0 : min_of(kKeys, params.seqlen_k - key0);
+  const int whole = step == 1 && u32(u64(gmem)) % 16 == 0 ? keys / 4 * 4 : 0;
+  mbarrier_arrive_expect(full, 4 * whole);
+  if (whole > 0) bulk_load(smem, gmem, 4 * whole, full);
 #pragma unroll 1
-    for (int i = whole; i < keys; ++i) copy_word(smem + i, gmem + i * step);
-    arrive_with_words(full);
-  }
-};
+  for (int i = whole; i < keys; ++i) copy_word(smem + i, gmem + i * step);
+  arrive_with_words(full);
+}
 
 }  // namespace cuflash
