@@ -6,6 +6,7 @@ is the measured or counted reason. Head dims between buckets take the next one u
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from functools import lru_cache
@@ -377,7 +378,13 @@ SM90_GENERAL: dict[tuple[str, str | None], dict[int, Tile]] = {
     ),
     ("float32", "tf32"): _sm90_rows((64, 192, 80, 2, 1)),
 }
-"""Rows in the place of both where score terms made them spill."""
+"""Rows in the place of both where a softcap, with or without key_bias, made them spill."""
+
+SM90_BIASED: dict[tuple[str, str | None], dict[int, Tile]] = {
+    ("16 bits", None): _sm90_rows((64, 192, 96, 2, 1), (96, 192, 80, 2, 2), (256, 128, 64, 2, 1)),
+    ("float32", "tf32"): _sm90_rows((64, 192, 80, 2, 1)),
+}
+"""The same for key_bias without a softcap."""
 
 
 def _lse_rows(*rows: tuple[int, int, int, int]) -> dict[int, Tile]:
@@ -645,9 +652,10 @@ def sm90_forward(
     keys: float = math.inf,
     plain: bool = True,
     has_value: bool = True,
+    capped: bool = True,
 ) -> Tile | None:
     """The tile of the sm90 family's forward for so many features at most, and so many keys a query row; None where it
-    has none."""
+    has none. ``capped``: where it is not ``plain``, whether it has a softcap."""
     if not has_value:
         alone = SM90_LSE.get((kind(dtype), precision), {})
         return next((alone[d] for d in sorted(alone) if d >= features), None)
@@ -656,7 +664,7 @@ def sm90_forward(
     if d is None:
         return None
     short = SM90_SHORT.get((kind(dtype), precision), {}) if keys <= SHORT_ROWS else {}
-    general = {} if plain else SM90_GENERAL.get((kind(dtype), precision), {})
+    general = {} if plain else (SM90_GENERAL if capped else SM90_BIASED).get((kind(dtype), precision), {})
     return short.get(d) or general.get(d) or rows[d]
 
 
@@ -727,7 +735,9 @@ def _sm90_variants() -> list[Variant]:
     for (kind_of, precision), rows in SM90_FORWARD.items():
         for dtype in (dtype for dtype in ITEMSIZE if kind(dtype) == kind_of):
             for terms in SM90_TERMS:
-                wanted = [sm90_forward(dtype, precision, d, keys, not terms) for d in rows for keys in (math.inf, 1)]
+                plain, capped = not terms, "Softcap" in terms
+                sizes = itertools.product(rows, (math.inf, 1))
+                wanted = [sm90_forward(dtype, precision, *size, plain, capped=capped) for size in sizes]
                 wanted += SM90_LSE[kind_of, precision].values()
                 found += [sm90_variant(dtype, t, precision, terms) for t in dict.fromkeys(wanted) if t is not None]
             if params.planes(dtype, precision) > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -187,8 +188,11 @@ def test_a_tile_of_the_sm90_family_fits(kind: str, precision: str | None) -> Non
     dtype = "float16" if kind == "16 bits" else kind
     short = tiles.SM90_SHORT.get((kind, precision), {})
     general = tiles.SM90_GENERAL.get((kind, precision), {})
-    alone = tiles.SM90_LSE[kind, precision]
-    for tile in (*tiles.SM90_FORWARD[kind, precision].values(), *short.values(), *general.values(), *alone.values()):
+    biased = tiles.SM90_BIASED.get((kind, precision), {})
+    for tile in itertools.chain(
+        *(rows.values() for rows in (tiles.SM90_FORWARD[kind, precision], short, general, biased)),
+        tiles.SM90_LSE[kind, precision].values(),
+    ):
         variant = tiles.sm90_variant(dtype, tile, precision, ())
         assert 0 < variant.smem_bytes <= tiles.SMEM_LIMIT["90a"]
         assert tile.block_m == 64 * (tile.warps // 4 - 1)
