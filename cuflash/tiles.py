@@ -376,7 +376,7 @@ SM90_GENERAL: dict[tuple[str, str | None], dict[int, Tile]] = {
     ("16 bits", None): _sm90_rows(
         (64, 192, 80, 2, 1), (96, 128, 128, 2, 1), (192, 128, 80, 2, 1), (256, 128, 64, 2, 1)
     ),
-    ("float32", "tf32"): _sm90_rows((64, 192, 80, 2, 1)),
+    ("float32", "tf32"): _sm90_rows((64, 192, 64, 2, 1)),
 }
 """Rows in the place of both where a softcap, with or without key_bias, made them spill."""
 
