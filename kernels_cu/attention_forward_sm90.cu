@@ -32,6 +32,9 @@ constexpr bool kTakeTurns = kOverlaps && kPlanes == 1 && kTile.head_dim <= 64;
 // The scale is part of the terms, not of the exponent, where key_bias is: of softcap alone the cap is there.
 static_assert(kPrescaled == (kSoftcap || kKeyBias));
 static_assert(kOverlaps || !kCrossTiles, "the registers of scores in flight");
+// A CTA claims its next tile when so many blocks of this one are still to be copied: early enough to be answered in
+// time, and late, as what it claims waits for all that it has before.
+constexpr int kBlocksAfterClaim = 2;
 
 using QTile = PanelTile<kTile.block_m, kTile.head_dim>;
 using KTile = PanelTile<kTile.block_n, kTile.head_dim>;
@@ -142,11 +145,12 @@ __device__ __forceinline__ void produce(const TmaParams& tma, SharedStorage& sme
     if constexpr (kCrossTiles) fill_q();
     fill_k();
     if constexpr (!kCrossTiles) fill_q();  // its buffer is the last to become empty
+    const int claims_at = max_of(2, block + 1 - begin - kBlocksAfterClaim);
     int filled = 1;
     for (;; ++filled) {
       fill_v();
       v_batch = batch, v_row = block * kTile.block_n;
-      if (filled == 2) more = find_next_tile();
+      if (filled == claims_at) more = find_next_tile();
       if (block == begin) break;
       fill_k();
     }
