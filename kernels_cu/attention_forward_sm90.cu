@@ -36,6 +36,11 @@ static_assert(kOverlaps || !kCrossTiles, "the registers of scores in flight");
 // time, and late, as what it claims waits for all that it has before.
 constexpr int kBlocksAfterClaim = 2;
 
+// The last blocks of a tile may be beyond what the rows of a warpgroup see: it leaves those out. Where a second Q has
+// products in flight at that time, blocks have as many keys as tiles have rows, and there are none.
+constexpr bool kLeavesOut = kOverlaps && !kCrossTiles;
+static_assert(!kLeavesOut || kTile.block_m - 64 <= kStages * kTile.block_n, "V of what is left out waits in its buffers");
+
 using QTile = PanelTile<kTile.block_m, kTile.head_dim>;
 using KTile = PanelTile<kTile.block_n, kTile.head_dim>;
 struct NoTile {};
@@ -235,7 +240,26 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
   // nobody looks.
   const auto start_tile = [&] {
     mbarrier_wait(smem.q_barriers[q.stage].full, q.parity);
-    const bool is_tile = smem.work[q.stage].rows > 0;
+    const TileWork& work = smem.work[q.stage];
+    const bool is_tile = work.rows > 0;
+    if (is_tile) {
+      blocks = work.blocks;
+      if constexpr (kLeavesOut) {
+        // The compiler is to see that warps do not part: it then keeps stages in uniform registers.
+        const int first = work.row0 + __shfl_sync(kFullWarp, group_row0, 0), tile_begin = blocks.begin, tile_end = blocks.end;
+        blocks = key_blocks(params, first, first + 64, kTile.block_n);
+        blocks.begin = tile_begin;
+        blocks.end = min_of(tile_end, max_of(tile_begin + 1, blocks.end));
+        for (left_out = 0; left_out < tile_end - blocks.end; ++left_out) {
+          mbarrier_wait(smem.k_barriers[k.stage].full, k.parity);
+          take_turn();
+          pass_turn();
+          warpgroup_sync();  // nobody waits any more
+          release(smem.k_barriers[k.stage].empty);
+          k.next();
+        }
+      }
+    }
     if constexpr (kOverlaps) {
       if (is_tile) mbarrier_wait(smem.k_barriers[k.stage].full, k.parity);
       issue_scores();
