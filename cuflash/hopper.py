@@ -14,7 +14,7 @@ from typing import NamedTuple
 from cuflash import memory, params, tiles, tma
 from cuflash.problem import Problem
 
-SECTION_BYTES = 32 << 20
+SECTION_BYTES = 16 << 20
 """Of K and V that a section of heads may have: what the L2 of an H200 keeps while others pass through."""
 
 PLANE_ROWS = 8

@@ -39,7 +39,8 @@ constexpr int kBlocksAfterClaim = 2;
 // The last blocks of a tile may be beyond what the rows of a warpgroup see: it leaves those out. Where a second Q has
 // products in flight at that time, blocks have as many keys as tiles have rows, and there are none.
 constexpr bool kLeavesOut = kOverlaps && !kCrossTiles;
-static_assert(!kLeavesOut || kTile.block_m - 64 <= kStages * kTile.block_n, "V of what is left out waits in its buffers");
+static_assert(!kLeavesOut || kTile.block_m - 64 <= kStages * kTile.block_n,
+              "V of what is left out waits in its buffers");
 
 using QTile = PanelTile<kTile.block_m, kTile.head_dim>;
 using KTile = PanelTile<kTile.block_n, kTile.head_dim>;
@@ -235,6 +236,18 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
   Scores s;
   const float tangent_factor = kSoftcap ? Tangent::factor(params) : 0;
   const auto issue_scores = [&] { issue_nt<kTile.head_dim>(s, smem.q[q.stage], group_row0, smem.k[k.stage]); };
+  // All warps read the block's key_bias, where the products of a warpgroup are done with K at the same time.
+  const auto release_k = [&] {
+    if constexpr (kKeyBias) {
+      __syncwarp();
+      if (lane_id() == 0) mbarrier_arrive(smem.k_barriers[k.stage].empty);
+    } else {
+      release(smem.k_barriers[k.stage].empty);
+    }
+    k.next();
+  };
+  BlockRange blocks;
+  int left_out = 0;  // of which V is still to be given up
   // Whether there is a next tile, whose Q then is there. Its first scores are issued in any case: under a condition,
   // the compiler would wait for each of their products. After the last tile they are of what lies in shared memory, and
   // nobody looks.
@@ -246,7 +259,8 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
       blocks = work.blocks;
       if constexpr (kLeavesOut) {
         // The compiler is to see that warps do not part: it then keeps stages in uniform registers.
-        const int first = work.row0 + __shfl_sync(kFullWarp, group_row0, 0), tile_begin = blocks.begin, tile_end = blocks.end;
+        const int first = work.row0 + __shfl_sync(kFullWarp, group_row0, 0), tile_begin = blocks.begin,
+                  tile_end = blocks.end;
         blocks = key_blocks(params, first, first + 64, kTile.block_n);
         blocks.begin = tile_begin;
         blocks.end = min_of(tile_end, max_of(tile_begin + 1, blocks.end));
@@ -255,8 +269,7 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
           take_turn();
           pass_turn();
           warpgroup_sync();  // nobody waits any more
-          release(smem.k_barriers[k.stage].empty);
-          k.next();
+          release_k();
         }
       }
     }
@@ -279,7 +292,6 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
   bool is_tile = start_tile();
   while (is_tile) {
     const int row0 = smem.work[q.stage].row0 + warp_row0;
-    const BlockRange blocks = smem.work[q.stage].blocks;
     OutputRows o;
     OnlineSoftmax<1> softmax(params.exponent_scale);
     OperandA<kTile.block_n> p;
@@ -303,14 +315,12 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
       begins = false;
     };
     const auto add_terms = [&] {
-      if constexpr (!kKeyBias) release(smem.k_barriers[k.stage].empty);
+      if constexpr (!kKeyBias) release_k();
       if constexpr (kSoftcap) Tangent::apply(s, tangent_factor);
       if constexpr (kKeyBias) {
         smem.key_bias[k.stage].add(s, kSoftcap ? params.softcap : params.scale);
-        __syncwarp();  // all lanes have read key_bias
-        if (lane_id() == 0) mbarrier_arrive(smem.k_barriers[k.stage].empty);
+        release_k();
       }
-      k.next();
     };
     const auto scores_to_p = [&](bool masked) {
       if (masked) mask_by_limits(s, params, row0, block * kTile.block_n);
@@ -350,6 +360,12 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
       }
       p.from(s);
       --block;
+      for (; kLeavesOut && left_out > 0; --left_out) {
+        mbarrier_wait(smem.v_barriers[v.stage].full, v.parity);
+        warpgroup_sync();
+        release(smem.v_barriers[v.stage].empty);
+        v.next();
+      }
       if constexpr (kCrossTiles) release_stored();
     }
     for (; block >= blocks.begin && block >= blocks.full_end; --block) step(Flag<true>{});
@@ -389,7 +405,6 @@ __device__ __forceinline__ void attention_forward(const TmaParams& tma, SharedSt
   if (threadIdx.x == 0) {
     for (int i = 0; i < kQStages; ++i) smem.q_barriers[i].start(128 * kConsumers);
     for (int i = 0; i < kStages; ++i) {
-      // With key_bias, which all warps read.
       smem.k_barriers[i].start(kKeyBias ? 4 * kConsumers : kConsumers, kKeyBias ? 1 + kBiasArrivals : 1);
       smem.v_barriers[i].start(kConsumers);
     }

@@ -58,8 +58,8 @@ __device__ __forceinline__ void fill(Tile (&smem)[kPlanes], BufferBarriers& barr
                at);
 }
 
-// The producer's: key_bias of the keys from key0 on, a block of them or what is left, into a buffer that is empty. Whole
-// vectors are the copy engine's where the array lets it, the rest comes word by word: one arrival for each.
+// The producer's: key_bias of the keys from key0 on, a block of them or what is left, into a buffer that is empty.
+// Whole vectors are the copy engine's where the array lets it, the rest comes word by word: one arrival for each.
 constexpr int kBiasArrivals = 2;
 
 // `row`: of the batch position, or null.
