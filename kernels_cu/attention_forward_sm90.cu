@@ -70,7 +70,7 @@ struct TileWork {
 };
 
 struct SharedStorage {
-  Planes<QTile> q[kQStages];  // o, later, where there are two
+  Planes<QTile> q[kQStages];
   Planes<KTile> k[kStages];
   Planes<VTile> v[kStages];
   BlockBias<kTile.block_n> key_bias[kStages];  // with k
@@ -78,10 +78,8 @@ struct SharedStorage {
   const float* key_bias_row;  // the producer's: of the tile's batch position, or null
   TileWork work[kQStages];    // whose Q is in the buffer; of no rows after the last
   TileWork next;              // the producer's
+  alignas(1024) ConditionalType<kCrossTiles, StagedRows, NoTile> o;
 };
-static_assert(!kCrossTiles || sizeof(StagedRows) <= sizeof(Planes<QTile>), "o is staged where q was");
-static_assert(StagedRows::kRowBytes == 128,
-              "each warp's rows of o where its own rows of q were: no other's are in use");
 static_assert(sizeof(SharedStorage) == kSmemBytes, "the tile table counts the same bytes");
 
 __device__ __forceinline__ int tile_count(const Params& params) {
@@ -186,15 +184,16 @@ __device__ __forceinline__ void finish_o(const Params& params, const BatchIndex&
   finish_rows(o, softmax, sum, params, batch, row0, true);
 }
 
-// Rounds o of the warpgroup's rows, from row0 of the tile on, and has the copy engine write it, by way of the shared
-// memory of their q: less is left to do here for warpgroups whose next scores are on their way.
+// Rounds o of the warp's rows, from row0 of the tile on, and has the copy engine write it, by way of shared memory:
+// less is left to do here for warps whose next scores are on their way.
 __device__ __forceinline__ void store_by_copy(const TmaParams& tma, const BatchIndex& batch, int tile_row0, int row0,
-                                              OutputRows& o, Planes<QTile>& q_smem) {
-  StagedRows& staged = reinterpret_cast<StagedRows&>(q_smem);
-  store_fragment(o, staged, row0 + warp_id() % 4 * 16, 0);
+                                              const OutputRows& o, StagedRows& staged) {
+  if (lane_id() == 0) tma_store_wait_read();  // of the tile before
+  __syncwarp();
+  store_fragment(o, staged, row0, 0);
   fence_async_proxy();  // the copy engine is to see it
-  warpgroup_sync();     // the rows of all four warps are there
-  if (!leads_warpgroup()) return;
+  __syncwarp();
+  if (lane_id() != 0) return;
   int at[3];
   batch_on_map(at, batch, tma.params.o_stride);
 #pragma unroll
@@ -280,14 +279,6 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
     return is_tile;
   };
 
-  // With a second Q, the buffer of the tile before is given up once o has left it: there is time until then.
-  int stored = -1;
-  const auto release_stored = [&] {
-    if (stored < 0) return;
-    if (leads_warpgroup()) tma_store_wait_read();
-    mbarrier_arrive(smem.q_barriers[stored].empty);
-    stored = -1;
-  };
   if (warpgroup() == kConsumers) pass_turn();  // the first begins
   bool is_tile = start_tile();
   while (is_tile) {
@@ -366,14 +357,12 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
         release(smem.v_barriers[v.stage].empty);
         v.next();
       }
-      if constexpr (kCrossTiles) release_stored();
     }
     for (; block >= blocks.begin && block >= blocks.full_end; --block) step(Flag<true>{});
     for (; block >= blocks.begin && block >= blocks.full_begin; --block) step(Flag<false>{});
     for (; block >= blocks.begin; --block) step(Flag<true>{});
     const BatchIndex batch = smem.work[q.stage].batch;
-    const int q_stage = q.stage;
-    if constexpr (!kCrossTiles) mbarrier_arrive(smem.q_barriers[q_stage].empty);  // all products with Q are done
+    mbarrier_arrive(smem.q_barriers[q.stage].empty);  // all products with Q are done
     q.next();
     take_turn();
     if constexpr (kOverlaps) issue_output();
@@ -384,21 +373,21 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
       finish_output();
     }
     finish_o(params, batch, row0, o, softmax);
-    if (kCrossTiles && params.store_map) {
-      store_by_copy(tma, batch, row0 - warp_row0, group_row0, o, smem.q[q_stage]);
+    if constexpr (kCrossTiles) {
+      if (params.store_map) {
+        store_by_copy(tma, batch, row0 - warp_row0, warp_row0, o, smem.o);
+      } else {
+        store_o(params, batch, row0, o);
+      }
     } else {
       store_o(params, batch, row0, o);
-    }
-    if constexpr (kCrossTiles) {
-      stored = q_stage;
-    } else {
       is_tile = start_tile();
     }
   }
   if constexpr (kOverlaps) wgmma_wait<0>(s);
   if (warpgroup() == 1) take_turn();  // which the last has passed on
   store_empty_tiles(params, warp_row0);
-  if (leads_warpgroup()) tma_store_wait_read();  // shared memory is there until it has been read
+  if (lane_id() == 0) tma_store_wait_read();  // shared memory is there until it has been read
 }
 
 __device__ __forceinline__ void attention_forward(const TmaParams& tma, SharedStorage& smem) {
