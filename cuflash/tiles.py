@@ -52,6 +52,10 @@ def accumulator_bytes(dtype: str) -> int:
     return max(4, ITEMSIZE[dtype])
 
 
+SM90_BIAS_STAGES = 4
+"""Buffers of key_bias in the sm90 forward."""
+
+
 @dataclass(frozen=True)
 class Tile:
     """Block sizes of a kernel: ``block_m`` query rows, ``block_n`` keys, of at most ``head_dim`` features.
@@ -133,9 +137,9 @@ class Tile:
             return 2 * planes * rows * -(-cols // 64) * 64
 
         k, v = panels(self.block_n, self.head_dim), panels(self.block_n, self.value_dim)
-        barriers = 16 * (self.q_stages + 2 * self.stages)
+        barriers = 16 * (self.q_stages + 2 * self.stages + SM90_BIAS_STAGES)
         q = self.q_stages * panels(self.block_m, self.head_dim)
-        bias = 4 * self.stages * self.block_n
+        bias = 4 * SM90_BIAS_STAGES * self.block_n
         nbytes = q + self.stages * (k + v) + bias + barriers + 36 * (self.q_stages + 1)  # and the tiles' work
         o = panels(self.block_m, self.value_dim) if self.q_stages > 1 else 0  # on its way out
         return -(-nbytes // 1024) * 1024 + o  # panels begin at multiples of 1024 bytes

@@ -28,13 +28,15 @@ constexpr bool kOverlaps = !kFreshSums && kHasValue;
 constexpr bool kCrossTiles = kQStages == 2;
 // Few features: the exponentials take as long as the products. Warpgroups issue theirs in turns, so that the softmax of
 // one runs under the products of another.
-constexpr bool kTakeTurns = kOverlaps && kPlanes == 1 && kTile.head_dim <= 64;
+constexpr bool kTakeTurns = kOverlaps && kPlanes == 1 && (kTile.head_dim <= 64 || kSoftcap || kKeyBias);
 // The scale is part of the terms, not of the exponent, where key_bias is: of softcap alone the cap is there.
 static_assert(kPrescaled == (kSoftcap || kKeyBias));
 static_assert(kOverlaps || !kCrossTiles, "the registers of scores in flight");
 // A CTA claims its next tile when so many blocks of this one are still to be copied: early enough to be answered in
 // time, and late, as what it claims waits for all that it has before.
 constexpr int kBlocksAfterClaim = 2;
+// Buffers of key_bias, of which warps are done later than of K.
+constexpr int kBiasStages = 4;
 
 // The last blocks of a tile may be beyond what the rows of a warpgroup see: it leaves those out. Where a second Q has
 // products in flight at that time, blocks have as many keys as tiles have rows, and there are none.
@@ -50,7 +52,7 @@ constexpr int kValueDim = kHasValue ? kTile.value_dim : 64;
 using VTile = ConditionalType<kHasValue, PanelTile<kTile.block_n, kValueDim>, NoTile>;
 using Scores = Fragment<1, kTile.block_n>;
 using OutputRows = Fragment<1, kValueDim>;
-using StagedRows = SharedTile<Output, kTile.block_m, 64 * ceil_div(kValueDim, 64)>;
+using StagedRows = PanelTile<kTile.block_m, kValueDim>;  // o, which is as wide as a plane where it is staged
 
 // A tile of query rows, and the key blocks that they see.
 struct TileWork {
@@ -73,12 +75,12 @@ struct SharedStorage {
   Planes<QTile> q[kQStages];
   Planes<KTile> k[kStages];
   Planes<VTile> v[kStages];
-  BlockBias<kTile.block_n> key_bias[kStages];  // with k
-  BufferBarriers q_barriers[kQStages], k_barriers[kStages], v_barriers[kStages];
-  const float* key_bias_row;  // the producer's: of the tile's batch position, or null
+  BlockBias<kTile.block_n> key_bias[kBiasStages];
+  BufferBarriers q_barriers[kQStages], k_barriers[kStages], v_barriers[kStages], bias_barriers[kBiasStages];
+  const float* key_bias_row;  // the producer's: of the tile's batch position
   TileWork work[kQStages];    // whose Q is in the buffer; of no rows after the last
   TileWork next;              // the producer's
-  alignas(1024) ConditionalType<kCrossTiles, StagedRows, NoTile> o;
+  ConditionalType<kCrossTiles, StagedRows, NoTile> o;
 };
 static_assert(sizeof(SharedStorage) == kSmemBytes, "the tile table counts the same bytes");
 
@@ -114,6 +116,7 @@ __device__ __forceinline__ void produce(const TmaParams& tma, SharedStorage& sme
   };
   PipelineState<kQStages> q;
   PipelineState<kStages> k, v;
+  PipelineState<kBiasStages> bias;
   BatchIndex v_batch;
   int v_row = -1;  // of the block whose V is due, or -1
   const auto fill_v = [&] {
@@ -129,15 +132,15 @@ __device__ __forceinline__ void produce(const TmaParams& tma, SharedStorage& sme
     const BatchIndex batch = smem.next.batch;
     const int begin = smem.next.blocks.begin;
     int block = smem.next.blocks.end;
-    if constexpr (kKeyBias)
-      smem.key_bias_row =
-          params.key_bias == nullptr ? nullptr : params.key_bias + offset(params.key_bias_stride, batch);
+    if constexpr (kKeyBias) smem.key_bias_row = params.key_bias + offset(params.key_bias_stride, batch);
     const auto fill_k = [&] {
       --block;
-      fill(smem.k[k.stage], smem.k_barriers[k.stage], k.parity, tma.k, block * kTile.block_n, batch, k_stride);
-      if constexpr (kKeyBias)
-        fill_bias(smem.key_bias[k.stage].bias, smem.k_barriers[k.stage].full, params,
+      if (kKeyBias && params.key_bias != nullptr) {
+        fill_bias(smem.key_bias[bias.stage].bias, smem.bias_barriers[bias.stage], bias.parity, params,
                   *static_cast<const float* volatile*>(&smem.key_bias_row), block * kTile.block_n);
+        bias.next();
+      }
+      fill(smem.k[k.stage], smem.k_barriers[k.stage], k.parity, tma.k, block * kTile.block_n, batch, k_stride);
       k.next();
     };
     const auto fill_q = [&] {
@@ -232,18 +235,14 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
   };
   PipelineState<kQStages> q;
   PipelineState<kStages> k, v;
+  PipelineState<kBiasStages> bias;
   Scores s;
   const float tangent_factor = kSoftcap ? Tangent::factor(params) : 0;
   const auto issue_scores = [&] { issue_nt<kTile.head_dim>(s, smem.q[q.stage], group_row0, smem.k[k.stage]); };
-  // All warps read the block's key_bias, where the products of a warpgroup are done with K at the same time.
-  const auto release_k = [&] {
-    if constexpr (kKeyBias) {
-      __syncwarp();
-      if (lane_id() == 0) mbarrier_arrive(smem.k_barriers[k.stage].empty);
-    } else {
-      release(smem.k_barriers[k.stage].empty);
-    }
-    k.next();
+  const auto release_bias = [&] {
+    __syncwarp();  // all lanes have read it
+    if (lane_id() == 0) mbarrier_arrive(smem.bias_barriers[bias.stage].empty);
+    bias.next();
   };
   BlockRange blocks;
   int left_out = 0;  // of which V is still to be given up
@@ -268,7 +267,9 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
           take_turn();
           pass_turn();
           warpgroup_sync();  // nobody waits any more
-          release_k();
+          release(smem.k_barriers[k.stage].empty);
+          k.next();
+          if (kKeyBias && params.key_bias != nullptr) release_bias();
         }
       }
     }
@@ -306,11 +307,13 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
       begins = false;
     };
     const auto add_terms = [&] {
-      if constexpr (!kKeyBias) release_k();
+      release(smem.k_barriers[k.stage].empty);
+      k.next();
       if constexpr (kSoftcap) Tangent::apply(s, tangent_factor);
       if constexpr (kKeyBias) {
-        smem.key_bias[k.stage].add(s, kSoftcap ? params.softcap : params.scale);
-        release_k();
+        if (params.key_bias != nullptr) mbarrier_wait(smem.bias_barriers[bias.stage].full, bias.parity);
+        smem.key_bias[bias.stage].add(s, kSoftcap ? params.softcap : params.scale);
+        if (params.key_bias != nullptr) release_bias();
       }
     };
     const auto scores_to_p = [&](bool masked) {
@@ -375,7 +378,7 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
     finish_o(params, batch, row0, o, softmax);
     if constexpr (kCrossTiles) {
       if (params.store_map) {
-        store_by_copy(tma, batch, row0 - warp_row0, warp_row0, o, smem.o);
+        store_by_copy(tma, batch, row0 - warp_row0, warp_row0, o, reinterpret_cast<StagedRows&>(smem.o));
       } else {
         store_o(params, batch, row0, o);
       }
@@ -393,14 +396,12 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
 __device__ __forceinline__ void attention_forward(const TmaParams& tma, SharedStorage& smem) {
   if (threadIdx.x == 0) {
     for (int i = 0; i < kQStages; ++i) smem.q_barriers[i].start(128 * kConsumers);
-    for (int i = 0; i < kStages; ++i) {
-      smem.k_barriers[i].start(kKeyBias ? 4 * kConsumers : kConsumers, kKeyBias ? 1 + kBiasArrivals : 1);
-      smem.v_barriers[i].start(kConsumers);
-    }
+    for (int i = 0; i < kStages; ++i) smem.k_barriers[i].start(kConsumers), smem.v_barriers[i].start(kConsumers);
+    for (int i = 0; i < kBiasStages; ++i) smem.bias_barriers[i].start(4 * kConsumers);
     mbarrier_publish();
   }
   if (kKeyBias && tma.params.key_bias == nullptr) {
-    for (int i = threadIdx.x; i < kStages * kTile.block_n; i += blockDim.x)
+    for (int i = threadIdx.x; i < kBiasStages * kTile.block_n; i += blockDim.x)
       smem.key_bias[i / kTile.block_n].bias[i % kTile.block_n] = 0;
   }
   __syncthreads();  // the barriers are there

@@ -18,8 +18,8 @@ struct BufferBarriers {
   u64 full, empty;
 
   // One thread.
-  __device__ __forceinline__ void start(int consumers, int producers = 1) {
-    mbarrier_init(full, producers);
+  __device__ __forceinline__ void start(int consumers) {
+    mbarrier_init(full, 1);
     mbarrier_init(empty, consumers);
   }
 };
@@ -58,23 +58,15 @@ __device__ __forceinline__ void fill(Tile (&smem)[kPlanes], BufferBarriers& barr
                at);
 }
 
-// The producer's: key_bias of the keys from key0 on, a block of them or what is left, into a buffer that is empty.
-// Whole vectors are the copy engine's where the array lets it, the rest comes word by word: one arrival for each.
-constexpr int kBiasArrivals = 2;
-
-// `row`: of the batch position, or null.
+// The producer's: key_bias of the keys from key0 on, a block of them or what is left: whole vectors, as the array is to
+// be.
 template <int kKeys>
-__device__ __forceinline__ void fill_bias(float (&smem)[kKeys], u64& full, const Params& params, const float* row,
-                                          int key0) {
-  const i64 step = params.key_bias_stride.row;
-  const float* gmem = row + key0 * step;
-  const int keys = row == nullptr ? 0 : min_of(kKeys, params.seqlen_k - key0);
-  const int whole = step == 1 && u32(u64(gmem)) % 16 == 0 ? keys / 4 * 4 : 0;
-  mbarrier_arrive_expect(full, 4 * whole);
-  if (whole > 0) bulk_load(smem, gmem, 4 * whole, full);
-#pragma unroll 1
-  for (int i = whole; i < keys; ++i) copy_word(smem + i, gmem + i * step);
-  arrive_with_words(full);
+__device__ __forceinline__ void fill_bias(float (&smem)[kKeys], BufferBarriers& barriers, u32 parity,
+                                          const Params& params, const float* row, int key0) {
+  const u32 nbytes = 4 * min_of(kKeys, params.seqlen_k - key0);
+  mbarrier_wait(barriers.empty, parity ^ 1);
+  mbarrier_arrive_expect(barriers.full, nbytes);
+  bulk_load(smem, row + key0, nbytes, barriers.full);
 }
 
 }  // namespace cuflash

@@ -12,15 +12,6 @@ __device__ __forceinline__ void bulk_load(void* smem, const void* gmem, u32 byte
                : "memory");
 }
 
-// 4 bytes by this thread, between multiples of 4.
-__device__ __forceinline__ void copy_word(void* smem, const void* gmem) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(smem)), "l"(gmem) : "memory");
-}
-// Arrives once those of this thread are there.
-__device__ __forceinline__ void arrive_with_words(u64& barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&barrier)) : "memory");
-}
-
 // Adds 1 and returns the count before. What the threads did that counted earlier comes before what this one does next.
 __device__ __forceinline__ u32 count_shared(u32& count) {
   u32 old;
