@@ -50,7 +50,7 @@ constexpr int kValueDim = kHasValue ? kTile.value_dim : 64;
 using VTile = ConditionalType<kHasValue, PanelTile<kTile.block_n, kValueDim>, NoTile>;
 using Scores = Fragment<1, kTile.block_n>;
 using OutputRows = Fragment<1, kValueDim>;
-using StagedRows = SharedTile<Output, kTile.block_m, 64 * ceil_div(kValueDim, 64)>;
+using StagedRows = PanelTile<kTile.block_m, kValueDim>;  // o, which is as wide as a plane where it is staged
 
 // A tile of query rows, and the key blocks that they see.
 struct TileWork {
@@ -78,7 +78,7 @@ struct SharedStorage {
   const float* key_bias_row;  // the producer's: of the tile's batch position, or null
   TileWork work[kQStages];    // whose Q is in the buffer; of no rows after the last
   TileWork next;              // the producer's
-  alignas(1024) ConditionalType<kCrossTiles, StagedRows, NoTile> o;
+  ConditionalType<kCrossTiles, StagedRows, NoTile> o;
 };
 static_assert(sizeof(SharedStorage) == kSmemBytes, "the tile table counts the same bytes");
 
@@ -375,7 +375,7 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
     finish_o(params, batch, row0, o, softmax);
     if constexpr (kCrossTiles) {
       if (params.store_map) {
-        store_by_copy(tma, batch, row0 - warp_row0, warp_row0, o, smem.o);
+        store_by_copy(tma, batch, row0 - warp_row0, warp_row0, o, reinterpret_cast<StagedRows&>(smem.o));
       } else {
         store_o(params, batch, row0, o);
       }
