@@ -23,6 +23,9 @@ PLANE_ROWS = 8
 WORTH_PLANES = 170
 """Scores for each row of q, k and v from which on planes save more time than it costs to make them."""
 
+CLAIMS_NBYTES = 16
+"""Of the count of claimed tiles, and what keeps others away from it."""
+
 NARROW_PLANES = 16
 """Features up to which planes do not pay: their tiles have 64 columns, the portable family has one of 16. A head of
 16384 with 16 features took 0.55 clocks a score and SM, there 0.38."""
@@ -114,7 +117,7 @@ def scratch(problem: Problem, taken: Forward) -> Scratch:
     q = k = v = 0
     if taken.planes > 1:
         q, k, v = (taken.planes * _plane_nbytes(problem, name) for name in "qkv")
-    k_planes, v_planes, claims, end = itertools.accumulate((q, k, v, 16 if taken.claims else 0))
+    k_planes, v_planes, claims, end = itertools.accumulate((q, k, v, CLAIMS_NBYTES if taken.claims else 0))
     return Scratch(0, k_planes, v_planes, claims, end + 16 if end else 0)  # the caller's memory may start anywhere
 
 

@@ -142,22 +142,27 @@ def forward(problem: Problem, q: Any, k: Any, v: Any, key_bias: Any, o: Any, lse
     sm90, kernels = _sm90(problem, families), _few(problem, families)
     key_bits = (pointers[1] & 15, pointers[2] & 15, pointers[3] & 15) if kernels else ()
     plan = _plan_forward(problem, families, sm90, o_strides, lse_strides, bits, key_bits)
-    zeros = (0, 0)
+    others = [0] * (len(params.TENSORS) - len(pointers))
+    counters, claims, zeros = None, 0, (0, 0)
     if sm90 and plan[-1].maps:
         parts = hopper.scratch(problem, sm90)
-        if parts.nbytes:
+        if sm90.claims:
+            counters, claims = _counters(problem.device, hopper.CLAIMS_NBYTES)
+        if sm90.planes > 1 or (sm90.claims and counters is None):
             workspace, start = _scratch(workspace, parts.nbytes)
-            claims = start + parts.claims if sm90.claims else 0
-            planes = [start + parts.q_planes, start + parts.k_planes, start + parts.v_planes]
-            pointers += [0] * (len(params.TENSORS) - len(planes) - len(pointers)) + [*planes, claims]
-            zeros = (claims, 16 if sm90.claims else 0)
+            others[-3:] = [start + parts.q_planes, start + parts.k_planes, start + parts.v_planes]
+            if sm90.claims and counters is None:
+                claims, zeros = start + parts.claims, (start + parts.claims, hopper.CLAIMS_NBYTES)
+        pointers += [*others, claims]
     elif taken := next((kernel for kernel in kernels if kernel.variant == plan[0].variant), None):
         merged = few.scratch(problem, taken)
         if merged.nbytes:
             workspace, start = _scratch(workspace, merged.nbytes)
-            split_rows = start + merged.split_rows
-            pointers += [0] * (len(params.TENSORS) - len(pointers)) + [start, split_rows]
-            zeros = (start, merged.split_rows)  # the counts before
+            if taken.merges:
+                counters, claims = _counters(problem.device, merged.split_rows)  # which the counts come before
+                if counters is None:
+                    claims, zeros = start, (start, merged.split_rows)
+            pointers += [*others, claims, start + merged.split_rows]
     _run(plan, pointers, *zeros)
 
 
@@ -179,6 +184,27 @@ def backward(
     absent = [0] * len(memory.PLANES)
     all_pointers = [*inputs, row_lse, delta, *results, dq_accum, dq_turn, *absent, claims]
     _run(plan, all_pointers, dq_accum, claims + 16 - dq_accum if fused else 0)
+
+
+_zeros: dict[tuple[int, int], Any] = {}
+"""Counters by device and stream, all 0: a kernel that counts leaves them so, and calls in a stream do not overlap."""
+
+_PER_THREAD_STREAM = 2
+"""The pointer by which every thread means a default stream of its own."""
+
+
+def _counters(device: int, nbytes: int) -> tuple[Any, int]:
+    """Counters for a call in the current stream, to be held until the launch, and their address. None where calls of
+    one stream may overlap: replays of a graph run in any stream."""
+    import cupy
+
+    stream = cupy.cuda.get_current_stream()
+    if stream.ptr == _PER_THREAD_STREAM or stream.is_capturing():
+        return None, 0
+    counters = _zeros.get((device, stream.ptr))
+    if counters is None or counters.nbytes < nbytes:
+        counters = _zeros[device, stream.ptr] = cupy.zeros(max(nbytes, 512), np.uint8)
+    return counters, counters.data.ptr
 
 
 _captured: list[Any] = []

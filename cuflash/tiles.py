@@ -149,22 +149,22 @@ class Tile:
         totals = 4 * self.block_m * (3 + self.value_dim)
         sums = 4 * (self.block_m // self.warps) * (1 + self.value_dim)
         saved = self.threads * -(-sums // 16) * 16
-        # and addresses, each warp's work, and by stage a barrier and a count
+        # and addresses, each warp's work, and by stage two barriers and a count
         nbytes = -(-(self.stages * tile + totals + 32 + 20 * self.warps) // 16) * 16 + saved
-        return -(-(nbytes + 12 * self.stages) // 128) * 128
+        return -(-(nbytes + 20 * self.stages) // 128) * 128
 
     def _sm90_narrow_f64_bytes(self) -> int:
         tile = 8 * self.block_n * (2 * self.head_dim + 1)
         totals = 8 * self.block_m * (2 + self.value_dim)
         nbytes = self.stages * tile + totals + 32 + -(-20 * self.warps // 8) * 8
         constants = ROOTS_BYTES + 2 * 8 * NARROW_F64_KEYS * self.head_dim
-        return -(-(nbytes + constants + 12 * self.stages) // 128) * 128
+        return -(-(nbytes + constants + 20 * self.stages) // 128) * 128
 
     def _sm90_lanes_bytes(self, itemsize: int) -> int:
         tile = itemsize * self.block_n * (self.head_dim + self.value_dim + 1)  # with key_bias
         totals = self.threads * -(-itemsize * (self.block_m // self.threads) * (2 + self.value_dim) // 16) * 16
-        # and addresses, each warp's work, and by stage a barrier and a count
-        nbytes = -(-(self.stages * tile + totals + 32 + 20 * self.warps) // 8) * 8 + 12 * self.stages
+        # and addresses, each warp's work, and by stage two barriers and a count
+        nbytes = -(-(self.stages * tile + totals + 32 + 20 * self.warps) // 8) * 8 + 20 * self.stages
         return -(-nbytes // 128) * 128
 
 

@@ -96,8 +96,10 @@ __device__ __forceinline__ void produce(const TmaParams& tma, SharedStorage& sme
   const Strides& k_stride = kPlanes > 1 ? params.k_planes_stride : params.k_stride;
   const Strides& v_stride = kPlanes > 1 ? params.v_planes_stride : params.v_stride;
   const int tiles = tile_count(params);
+  // There are as many claims as tiles, since each CTA's first is its own and its last claim is in vain: so the count is
+  // back at 0 in the end, for the next launch.
   const auto tile_after = [&](int tile) {
-    return params.claims == nullptr ? tile + int(gridDim.x) : int(gridDim.x) + atomicAdd(params.claims, 1);
+    return int(gridDim.x) + (params.claims == nullptr ? tile : int(atomicInc(params.claims, tiles - 1)));
   };
   int tile = blockIdx.x;
   // The first tile from this one on that sees keys, to smem.next; or returns false after the last.

@@ -31,6 +31,7 @@ class ndarray:  # the name is CuPy's
     dtype = property(lambda self: self.memory.dtype)
     ndim = property(lambda self: self.memory.ndim)
     size = property(lambda self: self.memory.size)
+    nbytes = property(lambda self: self.memory.nbytes)
     flags = property(lambda self: types.SimpleNamespace(c_contiguous=self.memory.flags.c_contiguous))
     device = property(lambda self: types.SimpleNamespace(id=self.device_id))
     data = property(lambda self: types.SimpleNamespace(ptr=self.memory.ctypes.data, device_id=self.device_id))
@@ -83,6 +84,10 @@ def empty(shape: tuple[int, ...], dtype: Any) -> ndarray:
     memory = np.empty(shape, dtype)
     memory.view(np.uint8 if memory.ndim else f"u{memory.itemsize}").fill(255)
     return ndarray(memory, Device.current)
+
+
+def zeros(shape: tuple[int, ...] | int, dtype: Any) -> ndarray:
+    return ndarray(np.zeros(shape, dtype), Device.current)
 
 
 def from_dlpack(x: Any) -> ndarray:

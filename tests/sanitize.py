@@ -69,6 +69,7 @@ PROBLEMS = (
     # Few features: whole and cut tiles, rows of a band, one row, keys split in two and in three.
     Problem(70, 1100, 3, 3, dtype="float32", options={"causal": True, "align": "bottom-right"}),
     Problem(300, 1100, 8, 8, dtype="float32", options={"causal": True, "align": "bottom-right"}),  # lanes own rows
+    Problem(20, 2100, 3, 3, dtype="float16"),  # a cut tile where another was before
     Problem(3, 8300, 2, 3, dtype="float32", heads=1, kv_heads=1, shift=1, key_bias=True),
     Problem(5, 4200, 4, 1, dtype="float64", shift=1),
     Problem(1, 1030, 1, 1, dtype="float16", key_bias=True),

@@ -12,6 +12,7 @@ import textwrap
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -350,3 +351,65 @@ def test_b58_replays_of_a_graph_see_new_data(kernels: str) -> None:
             stream.synchronize()
             for name, array in zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *gradients), strict=True):
                 expected[name].check(GPU.get(array))
+
+
+# --- counters that kernels leave at 0 ------------------------------------------------------------------------------
+
+
+def counting_calls() -> list[Any]:
+    """Calls whose kernels count: CTAs done with a row, of few and of many heads, and tiles that are claimed."""
+    rng = RNG(59)
+    arrays = [
+        [put(GPU, normal(rng, (heads, length, d), dtype)) for length in (m, n, n)]
+        for heads, m, n, d, dtype in (
+            (1, 1, 300_000, 3, "float32"),
+            (132, 1, 20_000, 3, "float16"),
+            (40, 1024, 1024, 64, "float16"),
+        )
+    ]
+    return [partial(cuflash.attention, *x, causal=x[0].shape[1] > 1) for x in arrays]
+
+
+def test_calls_that_count_in_the_same_zeros_give_the_same_bits() -> None:
+    """One after the other and, with counters by stream, side by side; a batch of many heads comes after one of few."""
+    cupy = GPU.xp
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(3)]
+    calls = counting_calls()
+    want = [GPU.get(call()) for call in calls]
+    cupy.cuda.Device().synchronize()
+    for repeat in range(20):
+        results = []
+        for i, call in enumerate(calls * 2):
+            with streams[(i + repeat) % 3]:
+                results.append(call())
+        for stream in streams:
+            stream.synchronize()
+        for i, got in enumerate(results):
+            assert same_bits(GPU.get(got), want[i % len(calls)]), f"call {i} in repeat {repeat}"
+
+
+def test_replays_of_a_graph_beside_calls_that_count() -> None:
+    """Though they were captured in the stream of those calls."""
+    cupy = GPU.xp
+    stream, other = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+    calls = counting_calls()
+    captured = [call() for call in calls]
+    want = [GPU.get(o) for o in captured]
+    nbytes = [cuflash.workspace_nbytes("attention", *call.args, **call.keywords) for call in calls]
+    workspaces = [GPU.empty_bytes(count) for count in nbytes]
+    cupy.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture()
+        for call, o, scratch in zip(calls, captured, workspaces, strict=True):
+            call(out=o, workspace=scratch)
+        graph = stream.end_capture()
+    for _ in range(20):
+        for o in captured:
+            o.data.memset_async(255, o.nbytes, other)
+        graph.launch(other)
+        with stream:
+            results = [call() for call in calls]
+        for each in (stream, other):
+            each.synchronize()
+        for got, expected in zip([*results, *captured], want * 2, strict=True):
+            assert same_bits(GPU.get(got), expected)

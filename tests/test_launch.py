@@ -40,6 +40,9 @@ class Pretended:
         self.patch = patch
         self.target = ""
         self.launched: list[compile.Variant] = []
+        self.claims: list[int] = []  # where each launch counts
+        self.zeroed: list[tuple[int, int]] = []  # by memset: where, and how many bytes
+        self.stream = types.SimpleNamespace(ptr=0, is_capturing=lambda: False)
         patch.setitem(sys.modules, "cupy", self.cupy())
         patch.delitem(sys.modules, "cupyx", raising=False)  # may wait to be loaded, which hypothesis would set off
         patch.setattr(calls, "launcher", lambda: launch)
@@ -58,15 +61,14 @@ class Pretended:
         self.patch.setattr(gpu_cases, "target", lambda: target)
         self.patch.setenv("CUFLASH_FAMILY", family)
 
-    @staticmethod
-    def cupy() -> Any:
+    def cupy(self) -> Any:
         """The stand-in's, and what only the launcher asks for."""
         runtime = types.SimpleNamespace(
-            getDevice=fake_gpu.runtime.getDevice, memsetAsync=lambda pointer, value, nbytes, stream: None
+            getDevice=fake_gpu.runtime.getDevice,
+            memsetAsync=lambda pointer, value, nbytes, stream: self.zeroed.append((pointer, nbytes)),
         )
-        stream = types.SimpleNamespace(ptr=0, is_capturing=lambda: False)
-        cuda = types.SimpleNamespace(Device=Device, runtime=runtime, get_current_stream=lambda: stream)
-        return types.SimpleNamespace(ndarray=fake_gpu.ndarray, cuda=cuda, empty=fake_gpu.empty)
+        cuda = types.SimpleNamespace(Device=Device, runtime=runtime, get_current_stream=lambda: self.stream)
+        return types.SimpleNamespace(ndarray=fake_gpu.ndarray, cuda=cuda, empty=fake_gpu.empty, zeros=fake_gpu.zeros)
 
     def kernel(self, variant: compile.Variant, device: int) -> Any:
         def launched(grid: tuple[int], block: tuple[int], arguments: tuple[Any], shared_mem: int = 0) -> None:
@@ -74,6 +76,8 @@ class Pretended:
             assert block == (32 * variant.tile.warps,) and 0 < grid[0] <= params.MAX_INT
             assert shared_mem == variant.smem_bytes <= tiles.SMEM_LIMIT[variant.target]
             self.launched.append(variant)
+            at = params.TENSOR_MAP_BYTES * variant.maps + 8 * (len(params.TENSORS) + params.SCRATCH.index("claims"))
+            self.claims.append(int.from_bytes(arguments[0].tobytes()[at : at + 8], "little"))
 
         return launched
 
@@ -289,6 +293,56 @@ def test_what_lanes_do_not_take_goes_to_the_next_forward(
         call()
         around = ("attention_planes", "attention_merge_splits")
         assert [(x.operation, x.family) for x in device.launched if x.operation not in around] == [expected]
+
+
+def one_query(batch: int) -> list[Any]:
+    shapes = (batch, 1, 3), (batch, 100_000, 3)
+    return [on_gpu(np.broadcast_to(np.zeros((), np.float32), shapes[i > 0])) for i in range(3)]
+
+
+def claimed_tiles() -> list[Any]:
+    return [on_gpu(np.zeros((20, 1024, 64), np.float16)) for _ in range(3)]
+
+
+def test_calls_of_a_stream_count_in_zeros_that_kernels_leave(device: Pretended, monkeypatch: Any) -> None:
+    """One memory for all of them, until one needs more: of a device and a stream, and none of it set for each call."""
+    device.become("sm90", "90a")
+    monkeypatch.setattr(launch, "_zeros", {})
+    found = []
+    for stream, inputs in [(0, one_query(2)), (0, one_query(1)), (0, claimed_tiles()), (5, one_query(1))]:
+        device.stream.ptr = stream
+        device.zeroed.clear(), device.claims.clear()
+        cuflash.attention(*inputs, causal=inputs[0].shape[1] > 1)
+        assert len(device.claims) == 1 and not device.zeroed
+        found += device.claims
+    device.stream.ptr = 0
+    assert found[0] == found[1] == found[2] == launch._zeros[0, 0].data.ptr and found[3] == launch._zeros[0, 5].data.ptr
+    cuflash.attention(*one_query(132))
+    assert device.claims[-1] == launch._zeros[0, 0].data.ptr != found[0]
+    counters = launch._zeros[0, 0]
+    assert counters.memory.nbytes >= 4 * 132 and not counters.memory.any()
+
+
+@pytest.mark.parametrize("why", ["the stream is captured", "every thread has a stream by this pointer"])
+@pytest.mark.parametrize("given", [True, False], ids=["workspace", "no workspace"])
+def test_where_calls_may_overlap_each_has_zeros_of_its_own(
+    device: Pretended, monkeypatch: Any, why: str, given: bool
+) -> None:
+    device.become("sm90", "90a")
+    monkeypatch.setattr(launch, "_zeros", {})
+    capturing = why == "the stream is captured"
+    stream = types.SimpleNamespace(ptr=5 if capturing else 2, is_capturing=lambda: capturing)
+    monkeypatch.setattr(device, "stream", stream)
+    for inputs in (one_query(2), claimed_tiles()):
+        device.zeroed.clear(), device.claims.clear()
+        options: dict[str, Any] = {"causal": inputs[0].shape[1] > 1}
+        nbytes = cuflash.workspace_nbytes("attention", *inputs, **options)
+        workspace = on_gpu(np.empty(nbytes, np.uint8)) if given else None
+        cuflash.attention(*inputs, workspace=workspace, **options)
+        assert [at for at, _ in device.zeroed] == device.claims != [0] and device.zeroed[0][1] == 16
+        if workspace is not None:
+            assert 0 <= device.claims[0] - workspace.data.ptr <= nbytes - 16
+    assert not launch._zeros
 
 
 @given(units=st.integers(1, 2000), blocks=st.integers(1, 10000), slots=st.integers(1, 600))

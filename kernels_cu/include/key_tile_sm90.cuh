@@ -22,8 +22,8 @@ struct KeyTile {
 };
 
 struct KeyBarriers {
-  u64 full[kStages];
-  u32 done[kStages];  // how often a warp has been done with the stage
+  u64 full[kStages], empty[kStages];
+  u32 done[kStages];  // how often a warp has been done with the stage: which one is the last of a tile
 };
 
 // Tiles [begin, end) of a CTA. They take turns in the stages.
@@ -77,7 +77,11 @@ template <class Storage>
 __device__ __forceinline__ void start_barriers(const Params& params, Storage& smem, const BatchIndex& batch) {
   smem.bases = bases_of(params, batch);
 #pragma unroll
-  for (int i = 0; i < kStages; ++i) mbarrier_init(smem.barriers.full[i], 32), smem.barriers.done[i] = 0;
+  for (int i = 0; i < kStages; ++i) {
+    mbarrier_init(smem.barriers.full[i], 32);
+    mbarrier_init(smem.barriers.empty[i], kTile.warps);
+    smem.barriers.done[i] = 0;
+  }
   mbarrier_publish();
 }
 
@@ -98,9 +102,17 @@ __device__ __forceinline__ void await_tile(const Storage& smem, int block, const
 // By whole warps, each of which is done with the tile: the last of them orders the next one into its place.
 template <class Storage>
 __device__ __forceinline__ void release_tile(const Params& params, Storage& smem, int block, const TilePart& part) {
+  KeyBarriers& barriers = smem.barriers;
+  const int stage = part.stage(block);
+  u32 done = 0;
   __syncwarp();  // all lanes have read the tile
-  if (count_by_warp(smem.barriers.done[part.stage(block)]) % kTile.warps == kTile.warps - 1)
-    load_tile(params, smem, block + kStages, part);
+  if (lane_id() == 0) {
+    mbarrier_arrive(barriers.empty[stage]);
+    done = atomicAdd(&barriers.done[stage], 1);
+  }
+  if (__shfl_sync(kFullWarp, done, 0) % kTile.warps != kTile.warps - 1) return;
+  mbarrier_wait(barriers.empty[stage], part.parity(block));  // which it is: what other warps have read may be written
+  load_tile(params, smem, block + kStages, part);
 }
 
 }  // namespace cuflash

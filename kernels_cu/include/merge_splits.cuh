@@ -11,13 +11,14 @@ namespace cuflash {
 __device__ __forceinline__ float load_part(const float* x) { return __ldcg(x); }
 __device__ __forceinline__ double load_part(const double* x) { return __ldcg(x); }
 
-// By all threads of a CTA, once they have left their part: whether all other CTAs that count here have left theirs.
-__device__ __forceinline__ bool is_last_split(int& claims, int splits) {
+// By all threads of a CTA, once they have left their part: whether all other CTAs that count here have left theirs. The
+// last of them leaves the count at 0, for the next launch.
+__device__ __forceinline__ bool is_last_split(u32& count, int splits) {
   __syncthreads();  // the part is complete
   bool last = false;
   if (threadIdx.x == 0) {
     __threadfence();  // it comes before the count
-    last = atomicAdd(&claims, 1) == splits - 1;
+    last = atomicInc(&count, splits - 1) == splits - 1;
   }
   last = __syncthreads_or(last);
   if (last) __threadfence();  // the count comes before the others' parts
