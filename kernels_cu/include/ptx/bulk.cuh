@@ -12,6 +12,4 @@ __device__ __forceinline__ void bulk_load(void* smem, const void* gmem, u32 byte
                : "memory");
 }
 
-}
-
 }  // namespace cuflash
