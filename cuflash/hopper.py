@@ -8,8 +8,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cuflash import memory, params, tiles, tma
 from cuflash.problem import Problem
@@ -21,7 +22,7 @@ PLANE_ROWS = 8
 """Of a warp of the kernel that makes planes, as attention_planes.cu has it."""
 
 WORTH_PLANES = 170
-"""Scores for each row of q, k and v from which on planes save more time than it costs to make them."""
+"""Scores for each row of q, k and v from which on planes, or copies, save more time than it costs to make them."""
 
 CLAIMS_NBYTES = 16
 """Of the count of claimed tiles, and what keeps others away from it."""
@@ -46,6 +47,8 @@ class Forward(NamedTuple):
     """Of query rows, over the whole batch."""
     section: int
     """Batch positions whose tiles are taken together, longest first."""
+    copies: bool
+    """Whether q, k and v are copied first: the copy engine cannot follow the strides of one of them."""
     claims: bool
     """Whether CTAs claim tiles as they become free: where tiles differ in length, and there are more than CTAs."""
 
@@ -53,9 +56,12 @@ class Forward(NamedTuple):
 class Scratch(NamedTuple):
     """Where the parts of the scratch memory begin, from a multiple of 16, and its size: 0 where none is needed."""
 
-    q_planes: int
-    k_planes: int
-    v_planes: int
+    q: int
+    """Planes, or a copy."""
+    k: int
+    v: int
+    key_bias: int
+    """Room for a copy."""
     claims: int
     nbytes: int
 
@@ -88,7 +94,10 @@ def forward(problem: Problem, multiprocessors: int, plain: bool) -> Forward | No
     if tile is None:
         return None
     planes = params.planes(problem.dtype, problem.precision)
-    if planes > 1 and (features <= NARROW_PLANES or scores < WORTH_PLANES * (problem.m + 2 * problem.n)):
+    if planes > 1 and features <= NARROW_PLANES:
+        return None
+    copies = planes == 1 and not all(follows(problem, name) for name in _operands(problem))
+    if (planes > 1 or copies) and scores < WORTH_PLANES * (problem.m + 2 * problem.n):
         return None
     batch = math.prod(problem.inner_batch)
     count = -(-problem.m // tile.block_m) * batch
@@ -97,7 +106,56 @@ def forward(problem: Problem, multiprocessors: int, plain: bool) -> Forward | No
     uneven = scores < problem.m * problem.n
     nbytes = 2 * planes * problem.n * (problem.d + problem.e)
     section = min(batch, max(1, SECTION_BYTES // nbytes)) if uneven else 1
-    return Forward(tile, plain, planes, count, section, uneven and count > multiprocessors)
+    return Forward(tile, plain, planes, count, section, copies, uneven and count > multiprocessors)
+
+
+def _operands(problem: Problem) -> str:
+    """The arrays that come in tiles."""
+    return "qkv" if problem.has_value else "qk"
+
+
+def _rows(problem: Problem, name: str) -> tuple[tuple[int, ...], int, int]:
+    """Of q, k, v or key_bias: lengths of the axes after the batch axes, bytes of an element, and bytes from row to row
+    of a copy."""
+    if name == "key_bias":
+        lengths: tuple[int, ...] = (problem.n,)
+        itemsize = tiles.accumulator_bytes(problem.dtype)
+    else:
+        lengths = (problem.m if name == "q" else problem.n, problem.e if name == "v" else problem.d)
+        itemsize = tiles.ITEMSIZE[problem.dtype]
+    return lengths, itemsize, -(-lengths[-1] * itemsize // tma.ALIGNMENT) * tma.ALIGNMENT
+
+
+def follows(problem: Problem, name: str) -> bool:
+    """Whether the copy engine can follow the strides of q, k, v or key_bias."""
+    batch, strides = memory.batch_strides(problem, name)
+    lengths, itemsize, pitch = _rows(problem, name)
+    if name == "key_bias" and pitch != lengths[-1] * itemsize:  # it brings whole 16 bytes
+        return False
+    if lengths[-1] > 1 and strides[-1] != itemsize:
+        return False
+    steps = [step for length, step in zip(batch, strides, strict=False) if length > 1 and step != 0]
+    steps += [step for length, step in zip(lengths[:-1], strides[len(batch) : -1], strict=True) if length > 1]
+    return all(0 < step < tma.MAX_STRIDE and step % tma.ALIGNMENT == 0 for step in steps)
+
+
+@lru_cache(maxsize=4096)
+def with_copies(problem: Problem, names: tuple[str, ...]) -> Problem:
+    """The problem of copies of some of the arrays, which the copy engine can follow: their rows begin at whole 16
+    bytes, and they are there once where batch axes are broadcast."""
+    changed: dict[str, Any] = {}
+    for name in names:
+        lengths, itemsize, step = _rows(problem, name)
+        strides = [itemsize]
+        for length in lengths[-2::-1]:
+            strides.insert(0, step)
+            step *= length
+        batch, _ = memory.batch_strides(problem, name)
+        for length, own in zip(batch[::-1], memory.own_batch(problem, name)[::-1], strict=True):
+            strides.insert(0, step if own == length else 0)
+            step *= own
+        changed["bias_strides" if name == "key_bias" else f"{name}_strides"] = tuple(strides)
+    return replace(problem, **changed)
 
 
 def _scores(problem: Problem) -> int:
@@ -114,11 +172,14 @@ def _scores(problem: Problem) -> int:
 @lru_cache(maxsize=4096)
 def scratch(problem: Problem, taken: Forward) -> Scratch:
     """Scratch memory of a call."""
-    q = k = v = 0
-    if taken.planes > 1:
+    q = k = v = bias = 0
+    if taken.planes > 1 or taken.copies:
         q, k, v = (taken.planes * _plane_nbytes(problem, name) for name in "qkv")
-    k_planes, v_planes, claims, end = itertools.accumulate((q, k, v, CLAIMS_NBYTES if taken.claims else 0))
-    return Scratch(0, k_planes, v_planes, claims, end + 16 if end else 0)  # the caller's memory may start anywhere
+    if problem.has_key_bias:
+        bias = math.prod(memory.own_batch(problem, "key_bias")) * _rows(problem, "key_bias")[2]
+    parts = (q, k, v, bias, CLAIMS_NBYTES if taken.claims else 0)
+    k, v, bias, claims, end = itertools.accumulate(parts)
+    return Scratch(0, k, v, bias, claims, end + 16 if end else 0)  # the caller's memory may start anywhere
 
 
 def plane_warps(problem: Problem) -> int:
@@ -141,7 +202,7 @@ def _own_count(problem: Problem, name: str) -> int:
 def maps(problem: Problem, layout: memory.Layout, taken: Forward) -> tuple[Map, ...] | None:
     """The maps of q, k and v in the kernel's order, None where the copy engine cannot follow an array."""
     found = []
-    for name in "qkv" if problem.has_value else "qk":
+    for name in _operands(problem):
         tensor, dtype = (f"{name}_planes", "bfloat16") if taken.planes > 1 else (name, problem.dtype)
         rows = taken.tile.block_m if name == "q" else taken.tile.block_n
         box = tma.box(dtype, layout.lengths[tensor], layout.extents, layout.strides[tensor], rows)

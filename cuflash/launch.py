@@ -97,9 +97,10 @@ def _input_strides(problem: Problem) -> dict[str, memory.Strides | None]:
 def workspace_nbytes(problem: Problem, operation: str) -> int:
     """Bytes of scratch memory of a call.
 
-    Forward: where the grid splits the keys, what each split leaves of a row, and counts; where float32 is multiplied in
-    planes, those; where CTAs claim tiles, a count. Backward: two numbers a query row, and where one kernel may compute
-    all gradients, a row of sums as wide as its tile and a count for each block of rows.
+    Forward: where the grid splits the keys, what each split leaves of a row, and counts; where float32 is
+    multiplied in planes, those; where the copy engine cannot follow arrays, copies of them; where CTAs claim tiles,
+    a count. Backward: two numbers a query row, and where one kernel may compute all gradients, a row of sums as
+    wide as its tile and a count for each block of rows.
     """
     families = _families(problem.device)
     if operation != "attention_backward":
@@ -141,16 +142,21 @@ def forward(problem: Problem, q: Any, k: Any, v: Any, key_bias: Any, o: Any, lse
     bits, families = _Bits(inputs, pointers[4] & 15, vectors), _families(problem.device)
     sm90, kernels = _sm90(problem, families), _few(problem, families)
     key_bits = (pointers[1] & 15, pointers[2] & 15, pointers[3] & 15) if kernels else ()
-    plan = _plan_forward(problem, families, sm90, o_strides, lse_strides, bits, key_bits)
+    copied = _copied(problem, sm90, pointers[3]) if sm90 else ()
+    plan = _plan_forward(problem, families, sm90, o_strides, lse_strides, bits, key_bits, copied)
     others = [0] * (len(params.TENSORS) - len(pointers))
     counters, claims, zeros = None, 0, (0, 0)
     if sm90 and plan[-1].maps:
         parts = hopper.scratch(problem, sm90)
         if sm90.claims:
             counters, claims = _counters(problem.device, hopper.CLAIMS_NBYTES)
-        if sm90.planes > 1 or (sm90.claims and counters is None):
+        if sm90.planes > 1 or copied or (sm90.claims and counters is None):
             workspace, start = _scratch(workspace, parts.nbytes)
-            others[-3:] = [start + parts.q_planes, start + parts.k_planes, start + parts.v_planes]
+            others[-3:] = [start + parts.q, start + parts.k, start + parts.v]
+            for at, (name, x) in enumerate({"q": q, "k": k, "v": v, "key_bias": key_bias}.items()):
+                if name in copied:
+                    pointers[at] = start + getattr(parts, name)
+                    _copy(x, memory.own_batch(problem, name), workspace, pointers[at])
             if sm90.claims and counters is None:
                 claims, zeros = start + parts.claims, (start + parts.claims, hopper.CLAIMS_NBYTES)
         pointers += [*others, claims]
@@ -207,6 +213,28 @@ def _counters(device: int, nbytes: int) -> tuple[Any, int]:
     return counters, counters.data.ptr
 
 
+def _copied(problem: Problem, sm90: hopper.Forward, key_bias: int) -> tuple[str, ...]:
+    """Arrays that are copied for the copy engine, given the address of key_bias."""
+    names = tuple("qkv" if problem.has_value else "qk") if sm90.copies else ()
+    if problem.has_key_bias and (key_bias % tma.ALIGNMENT or not hopper.follows(problem, "key_bias")):
+        names += ("key_bias",)
+    return names
+
+
+def _copy(x: Any, batch: memory.Strides, workspace: Any, address: int) -> None:
+    """Enqueue a copy of an array to an address in the workspace: once where batch axes are broadcast, its rows whole
+    16 bytes apart."""
+    import cupy
+
+    bits = np.dtype(f"u{x.dtype.itemsize}")  # whatever the numbers are
+    own = x[tuple(slice(length) for length in batch)].view(bits)
+    *shape, cols = own.shape
+    pitch = -(-cols * bits.itemsize // tma.ALIGNMENT) * tma.ALIGNMENT
+    start = address - workspace.data.ptr
+    room = workspace[start : start + math.prod(shape) * pitch].view(bits).reshape((*shape, pitch // bits.itemsize))
+    cupy.copyto(room[..., :cols], own)
+
+
 _captured: list[Any] = []
 """Scratch memory that calls allocated while a graph was captured: its replays use it, whenever they come."""
 
@@ -257,11 +285,16 @@ def _plan_forward(
     lse_strides: memory.Strides | None,
     bits: _Bits,
     key_bits: tuple[int, ...],
+    copied: tuple[str, ...] = (),
 ) -> tuple[_Launch, ...]:
     bits.check(problem.dtype)
-    given = {**_input_strides(problem), "o": o_strides, "lse": lse_strides}
-    if sm90 and (plan := _plan_sm90(problem, sm90, given, bits)):
-        return plan
+    results = {"o": o_strides, "lse": lse_strides}
+    if sm90:
+        taken = hopper.with_copies(problem, copied) if copied else problem
+        follows = sm90.planes > 1 or sm90.copies or bits.loads % tma.ALIGNMENT == 0
+        if follows and (plan := _plan_sm90(taken, sm90, {**_input_strides(taken), **results}, bits)):
+            return plan
+    given = {**_input_strides(problem), **results}
     layout = memory.layout_of(problem, given)
     for kernel in _few(problem, families):
         if few.takes(kernel, problem, layout, key_bits):
@@ -282,7 +315,7 @@ def _plan_sm90(
     except NotImplementedError:  # planes have batch axes of their own
         return None
     maps = hopper.maps(problem, layout, sm90)
-    if maps is None or (sm90.planes == 1 and bits.loads % tma.ALIGNMENT):
+    if maps is None:
         return None
     vector = memory.load_kind(problem.dtype, layout, ("o",), bits.rows) == "16"
     main = tiles.sm90_variant(problem.dtype, sm90.tile, problem.precision, _sm90_terms(problem, sm90.plain))

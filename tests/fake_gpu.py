@@ -90,6 +90,10 @@ def zeros(shape: tuple[int, ...] | int, dtype: Any) -> ndarray:
     return ndarray(np.zeros(shape, dtype), Device.current)
 
 
+def copyto(to: ndarray, x: ndarray) -> None:
+    to.memory[...] = x.memory
+
+
 def from_dlpack(x: Any) -> ndarray:
     """Take in an ``Exporter``."""
     return ndarray(np.from_dlpack(HostProducer(x.__dlpack__(stream=1))), x.__dlpack_device__()[1])

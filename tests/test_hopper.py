@@ -56,7 +56,7 @@ def test_o_has_a_map_where_the_copy_engine_can_write_it() -> None:
         layout = memory.layout_of(described, {**strides, "o": o})
         found = hopper.output_map(described, layout)
         assert (found is None) == (rows is None), o
-        assert found is None or (found.box is not None and found.box.strides[0] == rows and found.box.rows == 64)
+        assert found is None or (found.box is not None and found.box.strides[0] == rows and found.box.rows == 16)
 
 
 def test_planes_are_made_where_they_pay() -> None:
@@ -137,14 +137,14 @@ def test_scratch_holds_what_the_maps_name() -> None:
     assert taken and taken.planes == 3
     scratch = hopper.scratch(described, taken)
     sizes = 3 * 2 * np.array([12 * 1000 * 104, 3 * 900 * 104, 3 * 900 * 40])
-    assert scratch == (0, sizes[0], sizes[:2].sum(), sizes.sum(), sizes.sum() + 16)
+    assert scratch == (0, sizes[0], sizes[:2].sum(), sizes.sum(), sizes.sum(), sizes.sum() + 16)
     strides = {"q": described.q_strides, "k": described.k_strides, "v": described.v_strides}
     layout = memory.layout_of(described, strides, planes=True)
     maps = hopper.maps(described, layout, taken)
     assert maps is not None
     assert [params.TENSORS[each.tensor] for each in maps] == [x for x in memory.PLANES for _ in range(3)]
-    starts = {"q_planes": 0, "k_planes": scratch.k_planes, "v_planes": scratch.v_planes}
-    ends = {"q_planes": scratch.k_planes, "k_planes": scratch.v_planes, "v_planes": scratch.claims}
+    starts = {"q_planes": 0, "k_planes": scratch.k, "v_planes": scratch.v}
+    ends = {"q_planes": scratch.k, "k_planes": scratch.v, "v_planes": scratch.claims}
     for each in maps:
         name, (cols, rows, *batch) = params.TENSORS[each.tensor], each.box.extents
         reach = 2 * cols + sum(

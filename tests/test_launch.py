@@ -68,7 +68,8 @@ class Pretended:
             memsetAsync=lambda pointer, value, nbytes, stream: self.zeroed.append((pointer, nbytes)),
         )
         cuda = types.SimpleNamespace(Device=Device, runtime=runtime, get_current_stream=lambda: self.stream)
-        return types.SimpleNamespace(ndarray=fake_gpu.ndarray, cuda=cuda, empty=fake_gpu.empty, zeros=fake_gpu.zeros)
+        functions = {"empty": fake_gpu.empty, "zeros": fake_gpu.zeros, "copyto": fake_gpu.copyto}
+        return types.SimpleNamespace(ndarray=fake_gpu.ndarray, cuda=cuda, **functions)
 
     def kernel(self, variant: compile.Variant, device: int) -> Any:
         def launched(grid: tuple[int], block: tuple[int], arguments: tuple[Any], shared_mem: int = 0) -> None:
