@@ -214,8 +214,8 @@ def maps(problem: Problem, layout: memory.Layout, taken: Forward) -> tuple[Map, 
 
 
 def output_map(problem: Problem, layout: memory.Layout) -> Map | None:
-    """The map of o, by the rows of a warp, None where the copy engine cannot follow it."""
-    box = tma.box(problem.dtype, layout.lengths["o"], layout.extents, layout.strides["o"], 16)
+    """The map of o, by the rows of a warpgroup, None where the copy engine cannot follow it."""
+    box = tma.box(problem.dtype, layout.lengths["o"], layout.extents, layout.strides["o"], 64)
     return None if box is None else _map("o", 0, box)
 
 

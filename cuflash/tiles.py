@@ -137,12 +137,13 @@ class Tile:
             return 2 * planes * rows * -(-cols // 64) * 64
 
         k, v = panels(self.block_n, self.head_dim), panels(self.block_n, self.value_dim)
-        barriers = 16 * (self.q_stages + 2 * self.stages + SM90_BIAS_STAGES)
+        barriers = 16 * (self.q_stages + 2 * self.stages + SM90_BIAS_STAGES) + 16  # and where a row of key_bias is
         q = self.q_stages * panels(self.block_m, self.head_dim)
         bias = 4 * SM90_BIAS_STAGES * self.block_n
-        nbytes = q + self.stages * (k + v) + bias + barriers + 36 * (self.q_stages + 1)  # and the tiles' work
-        o = panels(self.block_m, self.value_dim) if self.q_stages > 1 else 0  # on its way out
-        return -(-nbytes // 1024) * 1024 + o  # panels begin at multiples of 1024 bytes
+        bias += 0 if self.value_dim else 16  # and tiles of nothing
+        work = 16 * (2 + self.block_m // 64 + 1)
+        nbytes = q + self.stages * (k + v) + bias + barriers + work * (self.q_stages + 1)
+        return -(-nbytes // 1024) * 1024  # panels begin at multiples of 1024 bytes
 
     def _sm90_narrow_bytes(self, itemsize: int) -> int:
         tile = 2 * itemsize * self.block_n * self.head_dim + 4 * self.block_n  # with key_bias

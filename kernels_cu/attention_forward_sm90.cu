@@ -19,6 +19,10 @@ namespace cuflash {
 
 constexpr int kConsumers = kTile.warps / 4 - 1, kStages = kTile.stages, kQStages = kTile.q_stages;
 static_assert(kTile.block_m == 64 * kConsumers, "each consumer warpgroup has 64 rows");
+// Of each thread: with two warpgroups of consumers all of 504, with three of 512.
+constexpr int kProducerRegisters = kConsumers == 2 ? (kTile.value_dim > 128 ? 24 : 40)
+                                                   : (kTile.block_n + kTile.value_dim > 160 ? 32 : 56),
+              kConsumerRegisters = ((kConsumers == 2 ? 504 : 512) - kProducerRegisters) / kConsumers;
 constexpr bool kHasValue = kTile.value_dim > 0;  // or lse alone
 // Sums of three planes stay in the tensor cores for one block: those cut off what ordinary additions round.
 constexpr bool kFreshSums = kPlanes == 3;
@@ -26,9 +30,12 @@ constexpr bool kFreshSums = kPlanes == 3;
 constexpr bool kOverlaps = !kFreshSums && kHasValue;
 // With a second Q, the first scores of a tile are formed under the last output and the epilogue of the one before.
 constexpr bool kCrossTiles = kQStages == 2;
-// Few features: the exponentials take as long as the products. Warpgroups issue theirs in turns, so that the softmax of
-// one runs under the products of another.
-constexpr bool kTakeTurns = kOverlaps && kPlanes == 1 && (kTile.head_dim <= 64 || kSoftcap || kKeyBias);
+// Warpgroups issue their products in turns, so that the softmax of one runs under the products of another.
+constexpr bool kTakeTurns = kOverlaps && kPlanes == 1 && (kTile.head_dim <= 128 || kSoftcap || kKeyBias);
+// Blocks without a mask bet that no reference moves, where the registers hold scores beside p.
+constexpr int kHeldRegisters = kTile.value_dim / 2 + kTile.block_n * 3 / 4;
+constexpr bool kBets =
+    kOverlaps && kPlanes == 1 && kTile.value_dim < 256 && kHeldRegisters <= (kConsumers == 2 ? 184 : 116);
 // The scale is part of the terms, not of the exponent, where key_bias is: of softcap alone the cap is there.
 static_assert(kPrescaled == (kSoftcap || kKeyBias));
 static_assert(kOverlaps || !kCrossTiles, "the registers of scores in flight");
@@ -38,11 +45,11 @@ constexpr int kBlocksAfterClaim = 2;
 // Buffers of key_bias, of which warps are done later than of K.
 constexpr int kBiasStages = 4;
 
-// The last blocks of a tile may be beyond what the rows of a warpgroup see: it leaves those out. Where a second Q has
-// products in flight at that time, blocks have as many keys as tiles have rows, and there are none.
-constexpr bool kLeavesOut = kOverlaps && !kCrossTiles;
-static_assert(!kLeavesOut || kTile.block_m - 64 <= kStages * kTile.block_n,
-              "V of what is left out waits in its buffers");
+// The last blocks of a tile may be beyond what the rows of a warpgroup see: it leaves out so many of those at most. It
+// waits for K of the next while it has not given up V of the last tile yet, and while it may hold the turn of others,
+// which have not given up that V either, nor K of what they do not leave out: fewer blocks than there are buffers.
+constexpr bool kLeavesOut = kOverlaps && kTile.block_n < kTile.block_m && kStages > 1;
+constexpr int kMostLeftOut = kLeavesOut ? min_of(kStages - 1, ceil_div(kTile.block_m - 64, kTile.block_n)) : 0;
 
 using QTile = PanelTile<kTile.block_m, kTile.head_dim>;
 using KTile = PanelTile<kTile.block_n, kTile.head_dim>;
@@ -52,88 +59,96 @@ constexpr int kValueDim = kHasValue ? kTile.value_dim : 64;
 using VTile = ConditionalType<kHasValue, PanelTile<kTile.block_n, kValueDim>, NoTile>;
 using Scores = Fragment<1, kTile.block_n>;
 using OutputRows = Fragment<1, kValueDim>;
-using StagedRows = PanelTile<kTile.block_m, kValueDim>;  // o, which is as wide as a plane where it is staged
+using StagedRows = SharedTile<Output, kTile.block_m, 64 * ceil_div(kValueDim, 64)>;
 
-// A tile of query rows, and the key blocks that they see.
-struct TileWork {
-  int row0, rows;
+// A tile of query rows, the key blocks that they see, and which of those a warpgroup visits: to leave out the first
+// ones is not worth its while.
+struct alignas(16) TileWork {
   BatchIndex batch;
+  int row0;
   BlockRange blocks;
+  BlockRange own[kConsumers];
+  int rows;
 
-  TileWork() = default;
-  __device__ __forceinline__ TileWork(const Params& params, int tile) {
+  __device__ __forceinline__ void locate(const Params& params, int tile) {
     const Work work = locate_section_rows(params, ceil_div(params.seqlen_q, kTile.block_m), tile);
     row0 = work.block * kTile.block_m;
     rows = min_of(kTile.block_m, params.seqlen_q - row0);
     batch = batch_index(params, work.owned, 0);
     blocks = key_blocks(params, row0, row0 + rows, kTile.block_n);
   }
+  __device__ __forceinline__ void share(const Params& params) {
+#pragma unroll 1
+    for (int i = 0; i < kConsumers; ++i) {
+      own[i] = blocks;
+      if constexpr (kLeavesOut) {
+        own[i] = key_blocks(params, row0 + 64 * i, row0 + 64 * (i + 1), kTile.block_n);
+        own[i].begin = blocks.begin;
+        own[i].end = min_of(blocks.end, max_of(max_of(blocks.begin + 1, blocks.end - kMostLeftOut), own[i].end));
+      }
+    }
+  }
   __device__ __forceinline__ bool has_keys() const { return blocks.end > blocks.begin; }
 };
 
 struct SharedStorage {
-  Planes<QTile> q[kQStages];
+  Planes<QTile> q[kQStages];  // o, later, where there are two
   Planes<KTile> k[kStages];
   Planes<VTile> v[kStages];
   BlockBias<kTile.block_n> key_bias[kBiasStages];
   BufferBarriers q_barriers[kQStages], k_barriers[kStages], v_barriers[kStages], bias_barriers[kBiasStages];
-  const float* key_bias_row;  // the producer's: of the tile's batch position
-  TileWork work[kQStages];    // whose Q is in the buffer; of no rows after the last
-  TileWork next;              // the producer's
-  ConditionalType<kCrossTiles, StagedRows, NoTile> o;
+  const float* key_bias_row;    // the producer's: of the tile's batch position
+  TileWork work[kQStages + 1];  // of tiles whose Q is in a buffer, and the next; of no rows after the last
 };
+static_assert(!kCrossTiles || sizeof(StagedRows) <= sizeof(Planes<QTile>), "o is staged where q was");
+static_assert(StagedRows::kRowBytes == 128,
+              "each warp's rows of o where its own rows of q were: no other's are in use");
 static_assert(sizeof(SharedStorage) == kSmemBytes, "the tile table counts the same bytes");
 
 __device__ __forceinline__ int tile_count(const Params& params) {
   return ceil_div(params.seqlen_q, kTile.block_m) * owned_count(params);
 }
 
-// One thread. The order is the consumers': V of a block after K of the next, which with a second Q may be the next
-// tile's.
+// One thread. The order is the consumers': V of a block after K of the next. The last V of a tile comes before all of
+// the next tile, whose Q may have to wait for the tile before.
 __device__ __forceinline__ void produce(const TmaParams& tma, SharedStorage& smem) {
   const Params& params = tma.params;
   const Strides& q_stride = kPlanes > 1 ? params.q_planes_stride : params.q_stride;
   const Strides& k_stride = kPlanes > 1 ? params.k_planes_stride : params.k_stride;
   const Strides& v_stride = kPlanes > 1 ? params.v_planes_stride : params.v_stride;
   const int tiles = tile_count(params);
-  // There are as many claims as tiles, since each CTA's first is its own and its last claim is in vain: so the count is
-  // back at 0 in the end, for the next launch.
-  const auto tile_after = [&](int tile) {
-    return int(gridDim.x) + (params.claims == nullptr ? tile : int(atomicInc(params.claims, tiles - 1)));
+  int tile = blockIdx.x, claimed;
+  // Asks for a tile; the answer is on its way until somebody wants it. There are as many claims as tiles, since each
+  // CTA's first is its own and its last claim is in vain: so the count is back at 0 in the end, for the next launch.
+  const auto claim = [&] {
+    if (params.claims != nullptr) claimed = atomicInc(params.claims, tiles - 1);
   };
-  int tile = blockIdx.x;
-  // The first tile from this one on that sees keys, to smem.next; or returns false after the last.
+  const auto step_to_claimed = [&] { tile = int(gridDim.x) + (params.claims == nullptr ? tile : claimed); };
+  PipelineState<kQStages + 1> w;
+  // The first tile from this one on that sees keys; or returns false after the last.
   const auto find_tile = [&] {
-    for (; tile < tiles; tile = tile_after(tile)) {
-      const TileWork work(params, tile);
-      smem.next = work;
-      if (work.has_keys()) return true;
+    TileWork& work = smem.work[w.stage];
+    while (tile < tiles) {
+      work.locate(params, tile);
+      if (work.has_keys()) {
+        work.share(params);
+        return true;
+      }
+      claim();
+      step_to_claimed();
     }
     return false;
-  };
-  // While copies are under way: claims and divisions take their time.
-  const auto find_next_tile = [&] {
-    tile = tile_after(tile);
-    return find_tile();
   };
   PipelineState<kQStages> q;
   PipelineState<kStages> k, v;
   PipelineState<kBiasStages> bias;
-  BatchIndex v_batch;
-  int v_row = -1;  // of the block whose V is due, or -1
-  const auto fill_v = [&] {
-    if constexpr (kHasValue) {
-      if (v_row < 0) return;
-      fill(smem.v[v.stage], smem.v_barriers[v.stage], v.parity, tma.v, v_row, v_batch, v_stride);
-      v.next();
-      v_row = -1;
-    }
-  };
   bool more = find_tile();
   while (more) {
-    const BatchIndex batch = smem.next.batch;
-    const int begin = smem.next.blocks.begin;
-    int block = smem.next.blocks.end;
+    const TileWork& work = smem.work[w.stage];
+    const BatchIndex batch = work.batch;
+    const int row0 = work.row0, begin = work.blocks.begin;
+    int block = work.blocks.end;
+    w.next();
     if constexpr (kKeyBias) smem.key_bias_row = params.key_bias + offset(params.key_bias_stride, batch);
     const auto fill_k = [&] {
       --block;
@@ -145,37 +160,46 @@ __device__ __forceinline__ void produce(const TmaParams& tma, SharedStorage& sme
       fill(smem.k[k.stage], smem.k_barriers[k.stage], k.parity, tma.k, block * kTile.block_n, batch, k_stride);
       k.next();
     };
+    const auto fill_v = [&](int of) {
+      if constexpr (kHasValue) {
+        fill(smem.v[v.stage], smem.v_barriers[v.stage], v.parity, tma.v, of * kTile.block_n, batch, v_stride);
+        v.next();
+      }
+    };
     const auto fill_q = [&] {
-      mbarrier_wait(smem.q_barriers[q.stage].empty, q.parity ^ 1);
-      smem.work[q.stage] = smem.next;
-      fill(smem.q[q.stage], smem.q_barriers[q.stage], q.parity, tma.q, smem.next.row0, batch, q_stride);
+      fill(smem.q[q.stage], smem.q_barriers[q.stage], q.parity, tma.q, row0, batch, q_stride);
       q.next();
     };
     if constexpr (kCrossTiles) fill_q();
     fill_k();
     if constexpr (!kCrossTiles) fill_q();  // its buffer is the last to become empty
-    const int claims_at = max_of(2, block + 1 - begin - kBlocksAfterClaim);
-    int filled = 1;
-    for (;; ++filled) {
-      fill_v();
-      v_batch = batch, v_row = block * kTile.block_n;
-      if (filled == claims_at) more = find_next_tile();
+    // The divisions of the next tile are made when one K of this one is still to be copied, or none.
+    bool is_first = true, found = false;
+    for (;; is_first = false) {
+      if (is_first ? block - begin <= kBlocksAfterClaim : block - begin == kBlocksAfterClaim) claim();
       if (block == begin) break;
+      if (!is_first && block - begin == 1) {
+        step_to_claimed();
+        more = find_tile();
+        found = true;
+      }
       fill_k();
+      fill_v(block + 1);
     }
-    if (filled == 1) more = find_next_tile();
-    if constexpr (!kCrossTiles) fill_v();
+    fill_v(begin);
+    if (!found) {
+      step_to_claimed();
+      more = find_tile();
+    }
   }
-  fill_v();
   mbarrier_wait(smem.q_barriers[q.stage].empty, q.parity ^ 1);
-  smem.work[q.stage].rows = 0;
+  smem.work[w.stage].rows = 0;
   mbarrier_arrive(smem.q_barriers[q.stage].full);
 }
 
 // The consumers are warpgroups 1 to kConsumers: as many barriers of one, then as many of a turn.
 __device__ __forceinline__ int warpgroup() { return threadIdx.x / 128; }
 __device__ __forceinline__ bool leads_warpgroup() { return threadIdx.x % 128 == 0; }
-__device__ __forceinline__ void warpgroup_sync() { barrier_sync<128>(warpgroup()); }
 __device__ __forceinline__ void take_turn() {
   if constexpr (kTakeTurns) barrier_sync<256>(kConsumers + warpgroup());
 }
@@ -183,29 +207,62 @@ __device__ __forceinline__ void pass_turn() {
   if constexpr (kTakeTurns) barrier_arrive<256>(kConsumers + 1 + warpgroup() % kConsumers);
 }
 
-__device__ __forceinline__ void finish_o(const Params& params, const BatchIndex& batch, int row0, OutputRows& o,
-                                         const OnlineSoftmax<1>& softmax) {
-  const Accumulator sum[2] = {quad_sum(softmax.row_sum[0]), quad_sum(softmax.row_sum[1])};
-  finish_rows(o, softmax, sum, params, batch, row0, true);
+// With a second Q, a warp of the producer's warpgroup stands by each of the consumers': it has the copy engine write o
+// and gives up the buffer of Q where o lay. That it has seen to the tile before is known to the consumers, as they have
+// waited for the Q that came into its buffer.
+__device__ __forceinline__ void store_tiles(const TmaParams& tma, SharedStorage& smem) {
+  const int group = warp_id() - 1;
+  PipelineState<kQStages> q;
+  PipelineState<kQStages + 1> w;
+  for (;; q.next(), w.next()) {
+    mbarrier_wait(smem.q_barriers[q.stage].full, q.parity);
+    const TileWork& work = smem.work[w.stage];
+    if (work.rows == 0) return;
+    barrier_sync<160>(1 + group);
+    if (lane_id() == 0) {
+      if (tma.params.store_map) {
+        StagedRows& staged = reinterpret_cast<StagedRows&>(smem.q[q.stage]);
+        int at[3];
+        batch_on_map(at, work.batch, tma.params.o_stride);
+#pragma unroll
+        for (int panel = 0; panel < StagedRows::kChunks / 8; ++panel)
+          tma_store(tma.o, staged.address(64 * group, panel * 8 * StagedRows::kChunk), panel * 8 * StagedRows::kChunk,
+                    work.row0 + 64 * group, at);
+        tma_store_commit();
+        tma_store_wait_read();
+      }
+      mbarrier_arrive(smem.q_barriers[q.stage].empty);
+    }
+    __syncwarp();
+  }
 }
 
-// Rounds o of the warp's rows, from row0 of the tile on, and has the copy engine write it, by way of shared memory:
-// less is left to do here for warps whose next scores are on their way.
-__device__ __forceinline__ void store_by_copy(const TmaParams& tma, const BatchIndex& batch, int tile_row0, int row0,
-                                              const OutputRows& o, StagedRows& staged) {
-  if (lane_id() == 0) tma_store_wait_read();  // of the tile before
-  __syncwarp();
-  store_fragment(o, staged, row0, 0);
-  fence_async_proxy();  // the copy engine is to see it
-  __syncwarp();
-  if (lane_id() != 0) return;
-  int at[3];
-  batch_on_map(at, batch, tma.params.o_stride);
+// The sums over whole rows, and what makes o of the rows averages.
+__device__ __forceinline__ void average_o(OutputRows& o, const OnlineSoftmax<1>& softmax, Accumulator (&sum)[2]) {
+  Accumulator scale[2];
 #pragma unroll
-  for (int panel = 0; panel < StagedRows::kChunks / 8; ++panel)
-    tma_store(tma.o, staged.address(row0, panel * 8 * StagedRows::kChunk), panel * 8 * StagedRows::kChunk,
-              tile_row0 + row0, at);
-  tma_store_commit();
+  for (int r = 0; r < 2; ++r) {
+    sum[r] = quad_sum(softmax.row_sum[r]);
+    const bool empty = softmax.row_max[r] == neg_inf() && sum[r] == 0;
+    scale[r] = empty ? 0 : sizeof(Output) == 2 ? __fdividef(1, sum[r]) : 1 / sum[r];
+  }
+  o.for_each([&](Accumulator& x, int slot, int, int) { x *= scale[slot]; });
+}
+
+// Rounds o of a warp's rows to those of a tile.
+__device__ __forceinline__ void stage_o(const OutputRows& o, StagedRows& staged, int row0) {
+  if constexpr (sizeof(Output) == 2) {
+    const u32 at = staged.address(row0 + lane_id() % 16, lane_id() / 16 * 8);
+#pragma unroll
+    for (int n = 0; n < kValueDim / 8; n += 2) {
+      u32 x[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[i] = pack<Output>(o.x[0][n + i / 2][i % 2 * 2], o.x[0][n + i / 2][i % 2 * 2 + 1]);
+      stmatrix_x4(StagedRows::advance(at, 0, 8 * n), x);
+    }
+  } else {
+    store_fragment(o, staged, row0, 0);
+  }
 }
 
 __device__ __forceinline__ void store_o(const Params& params, const BatchIndex& batch, int row0, const OutputRows& o) {
@@ -219,11 +276,13 @@ __device__ __forceinline__ void store_empty_tiles(const Params& params, int warp
   const bool rows_see_keys = params.band_hi >= 0 && params.seqlen_q - 1 + params.band_lo < params.seqlen_k;
   if (rows_see_keys) return;
   for (int tile = blockIdx.x; tile < tile_count(params); tile += gridDim.x) {
-    const TileWork work(params, tile);
+    TileWork work;
+    work.locate(params, tile);
     if (work.has_keys()) continue;
     OutputRows o;
     o.clear();
-    finish_o(params, work.batch, work.row0 + warp_row0, o, OnlineSoftmax<1>(params.exponent_scale));
+    const Accumulator sum[2] = {0, 0};
+    finish_rows(o, OnlineSoftmax<1>(params.exponent_scale), sum, params, work.batch, work.row0 + warp_row0, true);
     store_o(params, work.batch, work.row0 + warp_row0, o);
   }
 }
@@ -231,11 +290,14 @@ __device__ __forceinline__ void store_empty_tiles(const Params& params, int warp
 // One warpgroup, 64 rows of each tile.
 __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& smem) {
   const Params& params = tma.params;
-  const int group_row0 = (warpgroup() - 1) * 64, warp_row0 = group_row0 + warp_id() % 4 * 16;
+  // The compiler is to see that warps do not part: it then keeps stages in uniform registers.
+  const int group = __shfl_sync(kFullWarp, warpgroup() - 1, 0);
+  const int group_row0 = group * 64, warp_row0 = group_row0 + warp_id() % 4 * 16;
   const auto release = [](u64& empty) {
     if (leads_warpgroup()) mbarrier_arrive(empty);
   };
   PipelineState<kQStages> q;
+  PipelineState<kQStages + 1> w;
   PipelineState<kStages> k, v;
   PipelineState<kBiasStages> bias;
   Scores s;
@@ -247,31 +309,31 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
     bias.next();
   };
   BlockRange blocks;
-  int left_out = 0;  // of which V is still to be given up
+  // Gives up what is left out. Warps where nobody does so do not wait, either: the products of the next block, which
+  // has another buffer, keep warps together. By votes, as the compiler is to see that lanes do not part.
+  const auto leave = [](BufferBarriers& barriers, u32 parity, bool gives_up) {
+    while (__any_sync(kFullWarp, gives_up && !mbarrier_test(barriers.full, parity))) {
+    }
+    if (gives_up) mbarrier_arrive(barriers.empty);
+  };
   // Whether there is a next tile, whose Q then is there. Its first scores are issued in any case: under a condition,
   // the compiler would wait for each of their products. After the last tile they are of what lies in shared memory, and
   // nobody looks.
   const auto start_tile = [&] {
     mbarrier_wait(smem.q_barriers[q.stage].full, q.parity);
-    const TileWork& work = smem.work[q.stage];
+    const TileWork& work = smem.work[w.stage];
     const bool is_tile = work.rows > 0;
     if (is_tile) {
-      blocks = work.blocks;
-      if constexpr (kLeavesOut) {
-        // The compiler is to see that warps do not part: it then keeps stages in uniform registers.
-        const int first = work.row0 + __shfl_sync(kFullWarp, group_row0, 0), tile_begin = blocks.begin,
-                  tile_end = blocks.end;
-        blocks = key_blocks(params, first, first + 64, kTile.block_n);
-        blocks.begin = tile_begin;
-        blocks.end = min_of(tile_end, max_of(tile_begin + 1, blocks.end));
-        for (left_out = 0; left_out < tile_end - blocks.end; ++left_out) {
-          mbarrier_wait(smem.k_barriers[k.stage].full, k.parity);
-          take_turn();
-          pass_turn();
-          warpgroup_sync();  // nobody waits any more
-          release(smem.k_barriers[k.stage].empty);
-          k.next();
-          if (kKeyBias && params.key_bias != nullptr) release_bias();
+      blocks = work.own[group];
+      const int left_out = work.blocks.end - blocks.end;
+#pragma unroll
+      for (int i = 0; i < kMostLeftOut; ++i) {
+        if (i == left_out) break;
+        leave(smem.k_barriers[k.stage], k.parity, leads_warpgroup());
+        k.next();
+        if (kKeyBias && params.key_bias != nullptr) {
+          leave(smem.bias_barriers[bias.stage], bias.parity, lane_id() == 0);
+          bias.next();
         }
       }
     }
@@ -285,7 +347,7 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
   if (warpgroup() == kConsumers) pass_turn();  // the first begins
   bool is_tile = start_tile();
   while (is_tile) {
-    const int row0 = smem.work[q.stage].row0 + warp_row0;
+    const int row0 = smem.work[w.stage].row0 + warp_row0;
     OutputRows o;
     OnlineSoftmax<1> softmax(params.exponent_scale);
     OperandA<kTile.block_n> p;
@@ -323,7 +385,7 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
       return softmax.update(s, rescale);
     };
     // The scores of a block, and the output of the one before under their softmax.
-    const auto step = [&](auto masked) {
+    const auto step = [&](bool masked) {
       mbarrier_wait(smem.k_barriers[k.stage].full, k.parity);
       take_turn();
       issue_scores();
@@ -331,13 +393,23 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
       pass_turn();
       wgmma_wait<kOverlaps>(s);
       add_terms();
-      const bool moved = scores_to_p(decltype(masked)::value);
-      if constexpr (kOverlaps) {
-        wgmma_wait<0>(sums);
-        finish_output();
+      const auto finish = [&] {
+        if constexpr (kOverlaps) {
+          wgmma_wait<0>(sums);
+          finish_output();
+        }
+      };
+      bool won = false, moved = false;
+      if constexpr (kBets) {
+        finish();  // p is read no more
+        if (!masked) won = softmax.bet(s, [&](int number, float low, float high) { p.set(number, low, high); });
+      }
+      if (!won) {
+        moved = scores_to_p(masked);
+        if constexpr (!kBets) finish();
+        if constexpr (kHasValue) p.from(s);
       }
       if constexpr (!kHasValue) return;
-      p.from(s);
       if (moved && !begins) o.for_each([&](Accumulator& x, int slot, int, int) { x *= rescale[slot]; });
       if constexpr (!kOverlaps) {
         issue_output();
@@ -349,26 +421,23 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
     if constexpr (kOverlaps) {
       wgmma_wait<0>(s);
       add_terms();
-      if (blocks.is_full(block)) {
-        scores_to_p(false);
-      } else {
-        scores_to_p(true);
-      }
+      scores_to_p(!blocks.is_full(block));
       p.from(s);
-      --block;
-      for (; kLeavesOut && left_out > 0; --left_out) {
-        mbarrier_wait(smem.v_barriers[v.stage].full, v.parity);
-        warpgroup_sync();
-        release(smem.v_barriers[v.stage].empty);
+#pragma unroll
+      for (int i = 0; i < kMostLeftOut; ++i) {
+        if (i == smem.work[w.stage].blocks.end - 1 - block) break;
+        leave(smem.v_barriers[v.stage], v.parity, leads_warpgroup());
         v.next();
+        take_turn();
+        pass_turn();
       }
+      --block;
     }
-    for (; block >= blocks.begin && block >= blocks.full_end; --block) step(Flag<true>{});
-    for (; block >= blocks.begin && block >= blocks.full_begin; --block) step(Flag<false>{});
-    for (; block >= blocks.begin; --block) step(Flag<true>{});
-    const BatchIndex batch = smem.work[q.stage].batch;
-    mbarrier_arrive(smem.q_barriers[q.stage].empty);  // all products with Q are done
-    q.next();
+    for (; block >= blocks.begin; --block) step(!blocks.is_full(block));
+    const BatchIndex batch = smem.work[w.stage].batch;
+    const int q_stage = q.stage;
+    if constexpr (!kCrossTiles) mbarrier_arrive(smem.q_barriers[q_stage].empty);  // all products with Q are done
+    q.next(), w.next();
     take_turn();
     if constexpr (kOverlaps) issue_output();
     if constexpr (kCrossTiles) is_tile = start_tile();
@@ -377,27 +446,31 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
       wgmma_wait<kCrossTiles>(sums);
       finish_output();
     }
-    finish_o(params, batch, row0, o, softmax);
-    if constexpr (kCrossTiles) {
-      if (params.store_map) {
-        store_by_copy(tma, batch, row0 - warp_row0, warp_row0, o, reinterpret_cast<StagedRows&>(smem.o));
-      } else {
-        store_o(params, batch, row0, o);
-      }
+    Accumulator sum[2];
+    average_o(o, softmax, sum);
+    if (kCrossTiles && params.store_map) {
+      stage_o(o, reinterpret_cast<StagedRows&>(smem.q[q_stage]), warp_row0);
+      fence_async_proxy();  // the copy engine is to see it
     } else {
       store_o(params, batch, row0, o);
-      is_tile = start_tile();
     }
+    if constexpr (kCrossTiles) barrier_arrive<160>(1 + group);
+    if (params.lse != nullptr) {  // nobody waits for it
+      Accumulator lse[2], unused;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) softmax.reference(r).finish(sum[r], params.lse_scale, unused, lse[r]);
+      write_lse(o, lse, params, batch, row0);
+    }
+    if constexpr (!kCrossTiles) is_tile = start_tile();
   }
   if constexpr (kOverlaps) wgmma_wait<0>(s);
   if (warpgroup() == 1) take_turn();  // which the last has passed on
   store_empty_tiles(params, warp_row0);
-  if (lane_id() == 0) tma_store_wait_read();  // shared memory is there until it has been read
 }
 
 __device__ __forceinline__ void attention_forward(const TmaParams& tma, SharedStorage& smem) {
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kQStages; ++i) smem.q_barriers[i].start(128 * kConsumers);
+    for (int i = 0; i < kQStages; ++i) smem.q_barriers[i].start(kCrossTiles ? kConsumers : 128 * kConsumers);
     for (int i = 0; i < kStages; ++i) smem.k_barriers[i].start(kConsumers), smem.v_barriers[i].start(kConsumers);
     for (int i = 0; i < kBiasStages; ++i) smem.bias_barriers[i].start(4 * kConsumers);
     mbarrier_publish();
@@ -408,10 +481,11 @@ __device__ __forceinline__ void attention_forward(const TmaParams& tma, SharedSt
   }
   __syncthreads();  // the barriers are there
   if (threadIdx.x < 128) {
-    warpgroup_reg_dealloc<kConsumers == 2 ? 24 : 32>();
+    warpgroup_reg_dealloc<kProducerRegisters>();
     if (threadIdx.x == 0) produce(tma, smem);
+    if (kCrossTiles && warp_id() > 0 && warp_id() <= kConsumers) store_tiles(tma, smem);
   } else {
-    warpgroup_reg_alloc<kConsumers == 2 ? 240 : 160>();
+    warpgroup_reg_alloc<kConsumerRegisters>();
     consume(tma, smem);
   }
 }

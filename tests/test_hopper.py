@@ -56,7 +56,7 @@ def test_o_has_a_map_where_the_copy_engine_can_write_it() -> None:
         layout = memory.layout_of(described, {**strides, "o": o})
         found = hopper.output_map(described, layout)
         assert (found is None) == (rows is None), o
-        assert found is None or (found.box is not None and found.box.strides[0] == rows and found.box.rows == 16)
+        assert found is None or (found.box is not None and found.box.strides[0] == rows and found.box.rows == 64)
 
 
 def test_planes_are_made_where_they_pay() -> None:

@@ -6,6 +6,17 @@
 
 namespace cuflash {
 
+// Where there is one to write: lse of the rows that `o` holds, from row0 on.
+template <int kMTiles, int kCols>
+__device__ __forceinline__ void write_lse(const Fragment<kMTiles, kCols>& o, const Accumulator (&lse)[2 * kMTiles],
+                                          const Params& params, const BatchIndex& batch, int row0) {
+  if (params.lse == nullptr || lane_id() % 4 != 0) return;  // one lane of those that share the row
+  Accumulator* lse_gmem = base<Accumulator>(params.lse, params.lse_stride, batch) + row0 * params.lse_stride.row;
+  o.for_each_row([&](int r, int row) {
+    if (row0 + row < params.seqlen_q) lse_gmem[row * params.lse_stride.row] = lse[r];
+  });
+}
+
 // Makes o of the warp's rows, from row0 on, the average that it is the sum of, and writes their lse where there is one
 // to write. `sum` is over whole rows; `writes`: of the warps that share them, one.
 template <int kMTiles, int kCols, class Softmax>
@@ -16,11 +27,7 @@ __device__ __forceinline__ void finish_rows(Fragment<kMTiles, kCols>& o, const S
 #pragma unroll
   for (int r = 0; r < 2 * kMTiles; ++r) softmax.reference(r).finish(sum[r], params.lse_scale, o_scale[r], lse[r]);
   o.for_each([&](Accumulator& x, int slot, int, int) { x *= o_scale[slot]; });
-  if (params.lse == nullptr || !writes || lane_id() % 4 != 0) return;  // one lane of those that share the row
-  Accumulator* lse_gmem = base<Accumulator>(params.lse, params.lse_stride, batch) + row0 * params.lse_stride.row;
-  o.for_each_row([&](int r, int row) {
-    if (row0 + row < params.seqlen_q) lse_gmem[row * params.lse_stride.row] = lse[r];
-  });
+  if (writes) write_lse(o, lse, params, batch, row0);
 }
 
 // Rounds the warp's accumulators and writes them to rows tile_row0 + row0.. and columns col0.. of a (length, cols)

@@ -88,11 +88,15 @@ struct OperandA {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float (&pair)[4] = f.x[0][2 * k + i / 2];
-        u32 planes[kPlanes];
-        split_pair<Plane>(pair[i % 2 * 2], pair[i % 2 * 2 + 1], planes);
-#pragma unroll
-        for (int plane = 0; plane < kPlanes; ++plane) x[plane][k][i] = planes[plane];
+        set(4 * k + i, pair[i % 2 * 2], pair[i % 2 * 2 + 1]);
       }
+  }
+  // Neighbours of an accumulator, numbered tile by tile, and row by row in it.
+  __device__ __forceinline__ void set(int number, float low, float high) {
+    u32 planes[kPlanes];
+    split_pair<Plane>(low, high, planes);
+#pragma unroll
+    for (int plane = 0; plane < kPlanes; ++plane) x[plane][number / 4][number % 4] = planes[plane];
   }
 };
 

@@ -96,6 +96,33 @@ struct OnlineSoftmax {
     return moved;
   }
 
+  // A bet that no reference has to move, without a maximum: p of all scores, two neighbours at a time to
+  // pack(number, low, high), and whether it is won for the whole warp. If not, p is worth nothing, nothing else has
+  // changed, and update() is next: it moves the reference of each row that lost, so that the next bet is good. What a
+  // lane sums of a row is not small where one p is not, a score or the reference is NaN, or the row has seen no key.
+  template <int kCols, class Pack>
+  __device__ __forceinline__ bool bet(const Fragment<1, kCols>& s, Pack pack) {
+    static_assert(kMTiles == 1 && !Exp2::kHasFar);
+    constexpr Accumulator kMost = Accumulator(1 << int(Reference::kLag)) * (kCols / 4);
+    const Accumulator mc[2] = {mul_rn(row_max[0], c), mul_rn(row_max[1], c)};
+    Accumulator sum[2] = {0, 0};
+#pragma unroll
+    for (int i = 0; i < kCols / 4; ++i) {
+      const int row = i % 2;
+      Accumulator p[2];
+#pragma unroll
+      for (int j = 0; j < 2; ++j) sum[row] += p[j] = exp2.near(fma(s.x[0][i / 2][2 * row + j], c, -mc[row]));
+      pack(i, p[0], p[1]);
+    }
+    bool lost = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) lost |= is_large(mc[r]) || !(sum[r] <= kMost);
+    if (__any_sync(kFullWarp, lost)) return false;
+    row_sum[0] += sum[0];
+    row_sum[1] += sum[1];
+    return true;
+  }
+
   template <int kCols, class Share, class Rescale>
   __device__ __forceinline__ void update(Fragment<kMTiles, kCols>& s, Share share, Rescale rescale_o) {
     Accumulator max[kRows], mc[kRows];

@@ -75,4 +75,11 @@ __device__ __forceinline__ void ldmatrix_x4_trans(u32 (&r)[4], u32 row) {
                : "memory");
 }
 
+// The same way round (sm_90).
+__device__ __forceinline__ void stmatrix_x4(u32 row, const u32 (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(row), "r"(r[0]), "r"(r[1]),
+               "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+
 }  // namespace cuflash
