@@ -345,9 +345,10 @@ def _plan_few(problem: Problem, family: str, layout: memory.Layout, kernel: few.
     if splits == 1 or kernel.merges:
         return (main,)
     merge = _row_variant(problem, "attention_merge_splits", family, "strided")
-    rows = math.prod(layout.extents) * problem.m
-    merging = _launch(problem, merge, layout, 1, splits=splits)
-    return main, merging._replace(grid=(-(-rows // merge.tile.warps),))
+    rows, warps = math.prod(layout.extents) * problem.m, merge.tile.warps
+    shared = warps if splits > 32 else 1  # warps that share a row: its splits are more than lanes
+    merging = _launch(problem, merge, layout, 1, splits=splits, key_warps=shared)
+    return main, merging._replace(grid=(-(-rows * shared // warps),))
 
 
 _BACKWARD_TENSORS = (

@@ -27,10 +27,9 @@ static_assert(sizeof(SharedStorage) == kSmemBytes, "the tile table counts the sa
 
 __device__ __forceinline__ void attention_narrow(const Params& params, SharedStorage& smem) {
   const CtaWork<kRows> cta(params);
-  const BatchIndex batch = batch_index(params, cta.owned, 0);
-  const int row0 = cta.row0 + warp_id() / params.key_warps * kRows;
+  const int row0 = cta.warp_row0(params);
   const TilePart part(params, cta);
-  if (threadIdx.x == 0) start_barriers(params, smem, batch);
+  if (threadIdx.x == 0) start_barriers(params, smem, cta.owned);
   __syncwarp();  // bases and barriers are there for the first warp
   load_first_tiles(params, smem, part);
   if (lane_id() == 0) smem.work[warp_id()] = warp_work<kRows>(params, row0, kStepKeys);

@@ -36,11 +36,10 @@ __device__ __forceinline__ bool bet(const Params& params, const Lanes& lanes, co
 
 __device__ __forceinline__ void attention_narrow_lanes(const Params& params, SharedStorage& smem) {
   const CtaWork<kWarpRows> cta(params);
-  const BatchIndex batch = batch_index(params, cta.owned, 0);
-  const int row0 = cta.row0 + warp_id() / params.key_warps * kWarpRows;
+  const int row0 = cta.warp_row0(params);
   const TilePart part(params, cta);
   const bool has_bias = params.key_bias != nullptr;
-  if (threadIdx.x == 0) start_barriers(params, smem, batch);
+  if (threadIdx.x == 0) start_barriers(params, smem, cta.owned);
   if (lane_id() == 0) smem.work[warp_id()] = warp_work<kWarpRows>(params, row0, 1);
   if (!has_bias)  // where masks end, it is read all the same: there keys may not exist
     for (int i = threadIdx.x; i < kStages * kKeys; i += kThreads) smem.tile[i / kKeys].key_bias[i % kKeys] = 0;
@@ -56,7 +55,8 @@ __device__ __forceinline__ void attention_narrow_lanes(const Params& params, Sha
     // Whole groups of what the rows see of the tile, in equal parts.
     const int seen_from = max_of(block * kKeys, own.steps.begin / kGroupKeys * kGroupKeys),
               seen_to = min_of((block + 1) * kKeys, ceil_div(own.steps.end, kGroupKeys) * kGroupKeys);
-    const int share = ceil_div(max_of(0, seen_to - seen_from) / kGroupKeys, params.key_warps) * kGroupKeys;
+    const int groups = max_of(0, seen_to - seen_from) / kGroupKeys;
+    const int share = over_key_warps(params, groups + params.key_warps - 1) * kGroupKeys;
     const int key = seen_from + own_part * share, after = min_of(seen_to, key + share), first = key - block * kKeys;
     if (key >= after) return;
     const bool full = own.steps.full_begin <= key && after <= own.steps.full_end;

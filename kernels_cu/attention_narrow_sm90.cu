@@ -39,10 +39,9 @@ __device__ __forceinline__ bool bet_on_tile(const Params& params, Rows& rows, co
 
 __device__ __forceinline__ void attention_narrow(const Params& params, SharedStorage& smem) {
   const CtaWork<kRows> cta(params);
-  const BatchIndex batch = batch_index(params, cta.owned, 0);
-  const int row0 = cta.row0 + warp_id() / params.key_warps * kRows;
+  const int row0 = cta.warp_row0(params);
   const TilePart part(params, cta);
-  if (threadIdx.x == 0) start_barriers(params, smem, batch);
+  if (threadIdx.x == 0) start_barriers(params, smem, cta.owned);
   __syncwarp();  // bases and barriers are there for the first warp
   load_first_tiles(params, smem, part);
   if (lane_id() == 0) smem.work[warp_id()] = warp_work<kRows>(params, row0, kStepKeys);
@@ -52,13 +51,19 @@ __device__ __forceinline__ void attention_narrow(const Params& params, SharedSto
   const u32 saved = shared_address(&smem.saved[warp_id()][0][lane_id()][0]);
   const int step0 = warp_id() & (params.key_warps - 1);  // key_warps is a power of two
 
-  bool sure = false;  // the last step of this warp won its bet
+  bool sure = false;  // the last bet of this warp was won
   const auto work_on = [&](int block, const KeyTile& tile) {
     const volatile WarpWork& own = smem.work[warp_id()];
     const int first = block * kTileSteps;
-    if (sure && own.steps.full_begin <= first && first + kTileSteps <= own.steps.full_end) {
+    const bool whole = own.steps.full_begin <= first && first + kTileSteps <= own.steps.full_end,
+               guess = block == part.begin;  // that the first step's maxima are good references for all of the tile
+    if (whole && (sure || guess)) {
+      if (guess)
+        rows.move_references(params.key_bias != nullptr, lane_address(tile, step0), lane_bias_address(tile, step0),
+                             totals);
       rows.save(saved);
-      if (bet_on_tile(params, rows, tile, step0)) return;
+      sure = bet_on_tile(params, rows, tile, step0);
+      if (sure) return;
       rows.restore(saved);
     }
 #pragma unroll 1
@@ -71,7 +76,7 @@ __device__ __forceinline__ void attention_narrow(const Params& params, SharedSto
       sure = false;
 #pragma unroll 1
       for (int attempt = 0; full && !sure && attempt < 2; ++attempt) {
-        if (attempt == 1) rows.move_references(has_bias, at, bias_at, totals);
+        if (attempt == 1) rows.flush(totals), rows.move_references(has_bias, at, bias_at, totals);
         sure = has_bias ? rows.template bet_on_step<true>(params, at, bias_at)
                         : rows.template bet_on_step<false>(params, at, bias_at);
       }

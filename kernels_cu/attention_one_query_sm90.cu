@@ -6,6 +6,7 @@
 // tells. If it loses, it does the same keys again, which it still holds, in natural units.
 //
 // The outline is host.py's: locate; key blocks; load q; step; finish; epilogue.
+#include "bases.cuh"
 #include "dense_keys.cuh"
 #include "merge_splits.cuh"
 #include "narrow_totals.cuh"
@@ -24,24 +25,6 @@ using LaneRow = RowSums<kFeatures>;
 struct SharedStorage {
   LaneRow warps[kWarps];
 };
-
-// To all lanes of a warp: what they have between them.
-__device__ __forceinline__ void merge_lanes(LaneRow& row) {
-  row.move_to(warp_max(row.max), LaneExp2{});
-#pragma unroll
-  for (int i = 0; i <= kFeatures; ++i) row.sums[i] = warp_sum(row.sums[i]);
-}
-
-// To warp 0: what all warps have between them.
-__device__ __forceinline__ void merge_warps(LaneRow& row, SharedStorage& smem) {
-  merge_lanes(row);
-  if (lane_id() == 0) smem.warps[warp_id()] = row;
-  __syncthreads();  // the rows of all warps are there
-  if (warp_id() != 0) return;
-  row = {};
-  if (lane_id() < kWarps) row = smem.warps[lane_id()];
-  merge_lanes(row);
-}
 
 struct Lane {
   LaneRow row;
@@ -106,14 +89,12 @@ struct Lane {
 };
 
 __device__ __forceinline__ void attention_one_query(const Params& params, SharedStorage& smem) {
-  const SplitWork work = locate_split_rows(1, params.splits);
-  const BatchIndex batch = batch_index(params, work.owned, 0);
-  const Operand *q_gmem = base<Operand>(params.q, params.q_stride, batch),
-                *k_gmem = base<Operand>(params.k, params.k_stride, batch);
+  const SplitWork work = locate_split_rows(1, 1, params.splits);
+  const Bases bases = bases_of(params, work.owned);
+  const Operand *q_gmem = bases.q, *k_gmem = bases.k;
   // For lse alone K stands where V would, and what is made of it is not stored.
-  const Operand* v_gmem = params.value_dim > 0 ? base<Operand>(params.v, params.v_stride, batch) : k_gmem;
-  const KeyBias key_bias{params.key_bias == nullptr ? nullptr : params.key_bias + offset(params.key_bias_stride, batch),
-                         params.key_bias_stride.row};
+  const Operand* v_gmem = params.value_dim > 0 ? bases.v : k_gmem;
+  const KeyBias key_bias{bases.key_bias, params.key_bias_stride.row};
   const int begin = max_of(0, params.band_lo), end = min_of(params.seqlen_k, params.band_hi + 1);
 
   // Blocks lie so that their vectors are aligned, which the launch knows to be possible: the first may begin before
@@ -164,19 +145,20 @@ __device__ __forceinline__ void attention_one_query(const Params& params, Shared
     }
   }
 
-  merge_warps(lane.row, smem);
-  if (params.splits == 1) {
-    if (threadIdx.x == 0) store_row(params, batch, 0, 0, lane.row);
-    return;
+  bool whole = params.splits == 1;  // the lanes have the whole row
+#pragma unroll 1
+  for (;;) {
+    merge_threads(lane.row, smem.warps, true);
+    if (whole) break;
+    if (threadIdx.x == 0) store_split(params, work.owned, work.split, 0, lane.row);
+    if (!is_last_split(params.claims[work.owned], params.splits)) return;
+    lane.row = {};
+#pragma unroll 1
+    for (int split = threadIdx.x; split < params.splits; split += kThreads)
+      lane.row.merge(load_split<kFeatures>(params, work.owned, split, 0));
+    whole = true;
   }
-  if (threadIdx.x == 0) {
-    const auto leave = [&](int at, Accumulator x) { split_parts(params, work.owned, at)[work.split] = x; };
-    leave(0, lane.row.max), leave(1, lane.row.sums[0]);
-#pragma unroll
-    for (int f = 0; f < kFeatures; ++f)
-      if (f < params.value_dim) leave(2 + f, lane.row.sums[1 + f]);
-  }
-  if (is_last_split(params.claims[work.owned], params.splits) && warp_id() == 0) merge_row(params, work.owned, 0);
+  if (threadIdx.x == 0) store_row(params, work.owned, 0, 0, lane.row);
 }
 
 }  // namespace cuflash

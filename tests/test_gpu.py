@@ -599,6 +599,23 @@ def test_few_queries_split_the_keys(name: str, dtype: str, m: int, options: dict
             assert all(same_bits(x, BACKEND.get(y)) for x, y in zip(first, again, strict=True))
 
 
+@every_family
+@pytest.mark.parametrize("dtype", ["float16", *WIDE])
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("biased", [False, True])
+def test_many_splits_of_a_row_are_merged_by_a_cta(name: str, dtype: str, heads: int, biased: bool) -> None:
+    """More than a warp has lanes."""
+    need_features(3, dtype, name)
+    case = few(dtype, 3, 3, 5, 120_011, {}, biased)
+    case = replace(case, q=(heads, 5, 3), k=(heads, 120_011, 3), v=(heads, 120_011, 3))
+    q, k, v = (Call.of(BACKEND, case)[x] for x in "qkv")
+    with family(name):
+        per_split = heads * 5 * (2 + 3) * np.dtype(acc_dtype(dtype)).itemsize
+        assert cuflash.workspace_nbytes("attention", q, k, v) > 33 * per_split
+        check_forward(BACKEND, case, name)
+        check_lse(BACKEND, replace(case, v=(heads, 120_011, 0)), name)
+
+
 @pytest.mark.parametrize("dtype", WIDE)
 def test_batches_whose_keys_are_split(dtype: str) -> None:
     """Queries of one axis against keys of another, both broadcast, and a bias of its own axis."""

@@ -40,6 +40,7 @@ class Pretended:
         self.patch = patch
         self.target = ""
         self.launched: list[compile.Variant] = []
+        self.grids: list[int] = []
         self.claims: list[int] = []  # where each launch counts
         self.zeroed: list[tuple[int, int]] = []  # by memset: where, and how many bytes
         self.stream = types.SimpleNamespace(ptr=0, is_capturing=lambda: False)
@@ -77,6 +78,7 @@ class Pretended:
             assert block == (32 * variant.tile.warps,) and 0 < grid[0] <= params.MAX_INT
             assert shared_mem == variant.smem_bytes <= tiles.SMEM_LIMIT[variant.target]
             self.launched.append(variant)
+            self.grids.append(grid[0])
             at = params.TENSOR_MAP_BYTES * variant.maps + 8 * (len(params.TENSORS) + params.SCRATCH.index("claims"))
             self.claims.append(int.from_bytes(arguments[0].tobytes()[at : at + 8], "little"))
 
@@ -294,6 +296,15 @@ def test_what_lanes_do_not_take_goes_to_the_next_forward(
         call()
         around = ("attention_planes", "attention_merge_splits")
         assert [(x.operation, x.family) for x in device.launched if x.operation not in around] == [expected]
+
+
+@pytest.mark.parametrize(("m", "n", "grid"), [(30, 20_000, 8), (30, 100_000, 30), (1, 100_000, 1)])
+def test_a_warp_merges_few_splits_of_a_row_and_a_cta_many(device: Pretended, m: int, n: int, grid: int) -> None:
+    device.become("sm80", "90a")
+    q, k, v = (on_gpu(np.broadcast_to(np.zeros((), np.float32), (rows, 3))) for rows in (m, n, n))
+    device.launched.clear(), device.grids.clear()
+    cuflash.attention(q, k, v)
+    assert [variant.operation for variant in device.launched] == SPLIT and device.grids[1] == grid
 
 
 def one_query(batch: int) -> list[Any]:

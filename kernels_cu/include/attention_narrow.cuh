@@ -30,14 +30,13 @@ template <int kRows>
 __device__ __forceinline__ void attention_narrow(const Params& params, SharedStorage& smem) {
   using Rows = NarrowRows<kRows, kFeatures>;
   const CtaWork<kRows> cta(params);
-  const BatchIndex batch = batch_index(params, cta.owned, 0);
-  const int row0 = cta.row0 + warp_id() / params.key_warps * kRows;
+  const int row0 = cta.warp_row0(params);
 
   const BlockRange tiles = key_blocks(params, cta.row0, min_of(cta.row0 + cta.rows, params.seqlen_q), kKeys);
   const SplitBlocks part(tiles.begin, tiles.end - tiles.begin, cta.split, params.splits);
   const int begin = part.begin, end = part.end;
   if (lane_id() == 0) smem.work[warp_id()] = warp_work<kRows>(params, row0, kStepKeys);
-  if (threadIdx.x == 0) smem.bases = bases_of(params, batch);
+  if (threadIdx.x == 0) smem.bases = bases_of(params, cta.owned);
   if (params.head_dim < kFeatures || params.value_dim < kFeatures)  // features that no copy writes
     for (int i = threadIdx.x; i < int(sizeof(smem.tile) / sizeof(Accumulator)); i += kThreads)
       reinterpret_cast<Accumulator*>(smem.tile)[i] = 0;

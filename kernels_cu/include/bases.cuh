@@ -11,10 +11,17 @@ struct Bases {
   const Accumulator* key_bias;  // or null
 };
 
-__device__ __forceinline__ Bases bases_of(const Params& params, const BatchIndex& batch) {
-  return {base<Operand>(params.q, params.q_stride, batch), base<Operand>(params.k, params.k_stride, batch),
-          base<Operand>(params.v, params.v_stride, batch),
-          params.key_bias == nullptr ? nullptr : params.key_bias + offset(params.key_bias_stride, batch)};
+// Of the first position without divisions, as in locate_split_rows.
+__device__ __forceinline__ Bases bases_of(const Params& params, int owned) {
+  Bases bases{static_cast<const Operand*>(params.q), static_cast<const Operand*>(params.k),
+              static_cast<const Operand*>(params.v), params.key_bias};
+  if (owned == 0) return bases;
+  const BatchIndex batch = batch_index(params, owned, 0);
+  bases.q += offset(params.q_stride, batch);
+  bases.k += offset(params.k_stride, batch);
+  bases.v += offset(params.v_stride, batch);
+  if (bases.key_bias != nullptr) bases.key_bias += offset(params.key_bias_stride, batch);
+  return bases;
 }
 
 // A feature of a query row, 0 past the caller's; rows beyond the last repeat it and are not stored.

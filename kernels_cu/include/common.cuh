@@ -66,5 +66,6 @@ __host__ __device__ constexpr T max_of(T a, T b) {
   return a > b ? a : b;
 }
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+__host__ __device__ constexpr int power_of_two_from(int x) { return x <= 1 ? 1 : 2 * power_of_two_from((x + 1) / 2); }
 
 }  // namespace cuflash

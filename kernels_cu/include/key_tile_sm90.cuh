@@ -45,6 +45,7 @@ struct TilePart {
 template <int kElements, class T>
 __device__ __forceinline__ u32 fill_rest(T (&smem)[kElements], const T* gmem, int elements, T beyond) {
   const u32 bytes = elements * u32(sizeof(T)) / 16 * 16;
+#pragma unroll 1
   for (int i = bytes / sizeof(T) + lane_id(); i < kElements; i += 32) smem[i] = i < elements ? gmem[i] : beyond;
   return bytes;
 }
@@ -64,6 +65,7 @@ __device__ __forceinline__ void load_tile(const Params& params, Storage& smem, i
   const u32 k_bytes = fill_rest(tile.k, k, keys * kFeatures, Operand{});
   const u32 v_bytes = has_value ? fill_rest(tile.v, v, keys * kFeatures, Operand{}) : 0;
   const u32 bias_bytes = has_bias ? fill_rest(tile.key_bias, key_bias, keys, Accumulator(neg_inf())) : 0;
+#pragma unroll 1
   for (int i = keys + lane_id(); !has_bias && i < kKeys; i += 32) tile.key_bias[i] = neg_inf();
   if (lane_id() != 0) return mbarrier_arrive(full);  // what this lane has filled in is there
   mbarrier_arrive_expect(full, k_bytes + v_bytes + bias_bytes);
@@ -74,8 +76,8 @@ __device__ __forceinline__ void load_tile(const Params& params, Storage& smem, i
 
 // One thread: bases and barriers.
 template <class Storage>
-__device__ __forceinline__ void start_barriers(const Params& params, Storage& smem, const BatchIndex& batch) {
-  smem.bases = bases_of(params, batch);
+__device__ __forceinline__ void start_barriers(const Params& params, Storage& smem, int owned) {
+  smem.bases = bases_of(params, owned);
 #pragma unroll
   for (int i = 0; i < kStages; ++i) {
     mbarrier_init(smem.barriers.full[i], 32);

@@ -25,12 +25,15 @@ __device__ __forceinline__ Work locate_rows(int m_blocks) {
   const int index = work_index();
   return {m_blocks - 1 - index % m_blocks, index / m_blocks};
 }
-// The same where the grid also shares out the keys of a tile of rows in `splits` parts.
+// The same where the grid also shares out the keys of a tile of `rows` of `seqlen_q` rows in `splits` parts. A single
+// tile needs no divisions: nobody has fetched those yet, and where queries are few it is the start that counts.
 struct SplitWork {
   int block, split, owned;
 };
-__device__ __forceinline__ SplitWork locate_split_rows(int m_blocks, int splits) {
-  const int index = work_index(), rest = index / m_blocks;
+__device__ __forceinline__ SplitWork locate_split_rows(int seqlen_q, int rows, int splits) {
+  const int index = work_index();
+  if (int(gridDim.x) == splits) return {0, index, 0};
+  const int m_blocks = ceil_div(seqlen_q, rows), rest = index / m_blocks;
   return {m_blocks - 1 - index % m_blocks, rest % splits, rest / splits};
 }
 // Blocks of keys [begin, end) of this part: parts differ by a block at most. No 64-bit division: at the start of a
@@ -75,11 +78,6 @@ __device__ __forceinline__ int loop_count(const Params& params) {
 
 __device__ __forceinline__ i64 offset(const Strides& s, BatchIndex b) {
   return b.i[0] * s.batch[0] + b.i[1] * s.batch[1] + b.i[2] * s.batch[2];
-}
-
-// Where a split leaves what it has summed of row `row` of all the batch: reference, sum of p, sums of p v.
-__device__ __forceinline__ Accumulator* split_parts(const Params& params, i64 row, int column) {
-  return params.split_rows + (row * (2 + params.value_dim) + column) * params.splits;
 }
 
 // Base of a batch in an array.

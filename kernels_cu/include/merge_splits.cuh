@@ -25,48 +25,76 @@ __device__ __forceinline__ bool is_last_split(u32& count, int splits) {
   return last;
 }
 
-// o and lse of a row: `row` of its batch position.
-template <int kColumns>
-__device__ __forceinline__ void store_row(const Params& params, const BatchIndex& batch, int row, int column0,
-                                          const RowSums<kColumns>& sums) {
-  Accumulator o_scale, lse;
-  sums.finish(o_scale, lse);
-  if (column0 == 0 && params.lse != nullptr)
-    base<Accumulator>(params.lse, params.lse_stride, batch)[row * params.lse_stride.row] = lse;
-  Output* o_gmem = base<Output>(params.o, params.o_stride, batch) + row * params.o_stride.row;
-#pragma unroll
-  for (int c = 0; c < kColumns; ++c)
-    if (column0 + c < params.value_dim)
-      o_gmem[(column0 + c) * params.o_stride.col] = from_float<Output>(sums.sums[1 + c] * o_scale);
+// What a split has summed of row `row` of all the batch is kept by columns: reference, sum of p, sums of p v, each of
+// all splits.
+__device__ __forceinline__ Accumulator* split_parts(const Params& params, i64 row, int split) {
+  return params.split_rows + row * (2 + params.value_dim) * params.splits + split;
 }
 
-// What all splits have left of a row, to o and lse, by one warp: the lanes over the splits. Maxima come first, so that
-// each part is rescaled once.
-__device__ __forceinline__ void merge_row(const Params& params, int owned, int row) {
-  constexpr int kColumns = 4;  // at a time
-  const i64 index = i64(owned) * params.seqlen_q + row;
-  const Accumulator* maxima = split_parts(params, index, 0);
-  Accumulator max = neg_inf();
-#pragma unroll 8
-  for (int split = lane_id(); split < params.splits; split += 32) max = larger(max, load_part(maxima + split));
-  max = warp_max(max);
-  for (int column0 = 0; column0 < max_of(1, params.value_dim); column0 += kColumns) {
-    RowSums<kColumns> merged{max};
-#pragma unroll 2
-    for (int split = lane_id(); split < params.splits; split += 32) {
-      RowSums<kColumns> part{load_part(maxima + split), {load_part(split_parts(params, index, 1) + split)}};
+// Of the columns of p v those from `column0` on.
+template <int kColumns>
+__device__ __forceinline__ RowSums<kColumns> load_split(const Params& params, i64 row, int split, int column0) {
+  const Accumulator* at = split_parts(params, row, split);
+  RowSums<kColumns> part{load_part(at), {load_part(at += params.splits)}};
+  at += i64(column0) * params.splits;
 #pragma unroll
-      for (int c = 0; c < kColumns; ++c)
-        if (column0 + c < params.value_dim)
-          part.sums[1 + c] = load_part(split_parts(params, index, 2 + column0 + c) + split);
-      part.move_to(max, LaneExp2{});
+  for (int c = 0; c < kColumns; ++c)
+    if (column0 + c < params.value_dim) part.sums[1 + c] = load_part(at += params.splits);
+  return part;
+}
+template <int kColumns>
+__device__ __forceinline__ void store_split(const Params& params, i64 row, int split, int column0,
+                                            const RowSums<kColumns>& part) {
+  Accumulator* at = split_parts(params, row, split);
+  if (column0 == 0) at[0] = part.max, at[params.splits] = part.sums[0];
+  at += i64(1 + column0) * params.splits;
 #pragma unroll
-      for (int i = 0; i <= kColumns; ++i) merged.sums[i] += part.sums[i];
-    }
+  for (int c = 0; c < kColumns; ++c)
+    if (column0 + c < params.value_dim) *(at += params.splits) = part.sums[1 + c];
+}
+
+// To all lanes of a warp what they have between them and then, for a whole CTA, what its warps have. Both go through
+// the same instructions: at the end of a kernel each is slow the first time, for it has to be fetched.
+template <int kColumns>
+__device__ __forceinline__ void merge_threads(RowSums<kColumns>& row, RowSums<kColumns> (&smem)[kTile.warps],
+                                              bool whole_cta) {
+#pragma unroll 1
+  for (int level = 0;; ++level) {
+    Accumulator max = row.max;
+#pragma unroll 1
+    for (int lanes = 16; lanes > 0; lanes /= 2) max = larger(max, __shfl_xor_sync(kFullWarp, max, lanes));
+    row.move_to(max, LaneExp2{});
+#pragma unroll 1
+    for (int lanes = 16; lanes > 0; lanes /= 2)
 #pragma unroll
-    for (int i = 0; i <= kColumns; ++i) merged.sums[i] = warp_sum(merged.sums[i]);
-    if (lane_id() == 0) store_row(params, batch_index(params, owned, 0), row, column0, merged);
+      for (int i = 0; i <= kColumns; ++i) row.sums[i] += __shfl_xor_sync(kFullWarp, row.sums[i], lanes);
+    if (level == 1 || !whole_cta) return;
+    __syncthreads();  // all have read what was there before
+    if (lane_id() == 0) smem[warp_id()] = row;
+    __syncthreads();  // the rows of all warps are there
+    row = {};
+    if (lane_id() < kTile.warps) row = smem[lane_id()];
   }
+}
+
+// o and lse of a row: `row` of its batch position.
+template <int kColumns>
+__device__ __forceinline__ void store_row(const Params& params, int owned, int row, int column0,
+                                          const RowSums<kColumns>& sums) {
+  Accumulator* lse_gmem = params.lse;
+  Output* o_gmem = static_cast<Output*>(params.o);
+  if (owned > 0) {
+    const BatchIndex batch = batch_index(params, owned, 0);
+    lse_gmem += offset(params.lse_stride, batch);
+    o_gmem += offset(params.o_stride, batch);
+  }
+  Accumulator o_scale, lse;
+  sums.finish(o_scale, lse);
+  if (column0 == 0 && params.lse != nullptr) lse_gmem[row * params.lse_stride.row] = lse;
+  o_gmem += row * params.o_stride.row + column0 * params.o_stride.col;
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c, o_gmem += params.o_stride.col)
+    if (column0 + c < params.value_dim) *o_gmem = from_float<Output>(sums.sums[1 + c] * o_scale);
 }
 
 }  // namespace cuflash

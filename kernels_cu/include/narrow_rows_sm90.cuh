@@ -21,11 +21,14 @@ class NarrowRows {
 
   __device__ __forceinline__ NarrowRows(const Params& params, const volatile Bases& bases, int row0, Totals& totals)
       : exp2_(lane_id()) {
-    const Accumulator factor = params.scale * kLog2E;
+    static_assert(kRows * kFeatures <= 32, "a lane brings an element");
+    const int own = min_of(lane_id(), kRows * kFeatures - 1);
+    const Accumulator x = query(params, bases, row0 + own / kFeatures, own % kFeatures) * (params.scale * kLog2E);
+    foldable_ = __all_sync(kFullWarp, fabs(x) < pos_inf());
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
 #pragma unroll
-      for (int f = 0; f < kFeatures; ++f) q_[r][f] = query(params, bases, row0 + r, f) * factor;
+      for (int f = 0; f < kFeatures; ++f) q_[r][f] = __shfl_sync(kFullWarp, x, r * kFeatures + f);
       start_[r] = pos_inf();
     }
     if (lane_id() < kRows) totals.row[lane_id()] = {}, totals.start[lane_id()] = pos_inf();
@@ -93,13 +96,13 @@ class NarrowRows {
     return true;
   }
 
-  // Moves references to a step's maxima where that is worth it and safe.
+  // Moves references to a step's maxima where that is worth it and safe. Nothing is summed since the last flush.
   __device__ __forceinline__ void move_references(bool has_bias, u32 at, u32 bias_at, Totals& totals) {
-    sums_.flush(totals);
     const LaneRows k(at);
-    Accumulator max[kRows], own = neg_inf();
+    constexpr int kPadded = power_of_two_from(kRows), kSharers = 32 / kPadded;
+    Accumulator max[kPadded];
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) max[r] = neg_inf();
+    for (int r = 0; r < kPadded; ++r) max[r] = neg_inf();
 #pragma unroll
     for (int i = 0; i < kLaneKeys; ++i) {
       const Accumulator bias = has_bias ? lane_bias(bias_at, i) : 0;
@@ -111,18 +114,15 @@ class NarrowRows {
         max[r] = larger(max[r], x);
       }
     }
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) max[r] = warp_max(max[r]);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r)
-      if (lane_id() == r) own = max[r];
-    if (lane_id() < kRows && fabs(own) < kLargeExponent / 16) {
-      RowSums<kFeatures> row = totals.row[lane_id()];
-      own *= kLn2;
+    fold<Larger, kPadded>(max);
+    const int r = lane_id() / kSharers;
+    if (lane_id() % kSharers == 0 && r < kRows && fabs(max[0]) < kLargeExponent / 16) {
+      RowSums<kFeatures> row = totals.row[r];
+      const Accumulator own = max[0] * kLn2;
       if (Reference::moves(row.max, own, kLog2E)) {
         row.move_to(own, LaneExp2{});
-        totals.row[lane_id()] = row;
-        totals.start[lane_id()] = start_of(row.max);
+        totals.row[r] = row;
+        totals.start[r] = start_of(row.max);
       }
     }
     __syncwarp();  // all rows are stored
@@ -223,14 +223,9 @@ class NarrowRows {
   }
 
   __device__ __forceinline__ void read_starts(const Totals& totals) {
-    bool foldable = true;
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-      for (int f = 0; f < kFeatures; ++f) foldable &= fabs(q_[r][f]) < pos_inf();
-      start_[r] = totals.start[r];
-    }
-    if (!foldable) start_[0] = quiet_nan();  // q leaves no room for the factor
+    for (int r = 0; r < kRows; ++r) start_[r] = totals.start[r];
+    if (!foldable_) start_[0] = quiet_nan();
   }
 
   static constexpr int kSums = kRows * (1 + kFeatures);
@@ -241,6 +236,7 @@ class NarrowRows {
 
   Exp2 exp2_;
   Accumulator q_[kRows][kFeatures];  // times scale * log2(e)
+  bool foldable_;                    // whether q leaves room for that factor
   Accumulator start_[kRows];         // the totals'
   Sums sums_;                        // over this lane's keys since the last flush
 };

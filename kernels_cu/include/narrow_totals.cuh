@@ -44,22 +44,27 @@ __device__ __forceinline__ Accumulator start_of(Accumulator max) {
   return max == neg_inf() ? pos_inf() : near ? -reference.mc : quiet_nan();
 }
 
-constexpr int power_of_two_from(int x) { return x <= 1 ? 1 : 2 * power_of_two_from((x + 1) / 2); }
+struct Add {
+  __device__ __forceinline__ Accumulator operator()(Accumulator a, Accumulator b) const { return a + b; }
+};
+struct Larger {
+  __device__ __forceinline__ Accumulator operator()(Accumulator a, Accumulator b) const { return larger(a, b); }
+};
 
-// Sums over all lanes: each exchange halves how many of kCount a lane holds, of twice as many keys. Lane i is left with
-// those from number i * kCount / 32 on.
-template <int kCount, int kLanes, int kSize>
+// Sums, or maxima, over all lanes: each exchange halves how many of kCount a lane holds, of twice as many keys. Lane i
+// is left with those from number i * kCount / 32 on.
+template <class Op, int kCount, int kLanes = 16, int kSize>
 __device__ __forceinline__ void fold(Accumulator (&x)[kSize]) {
   constexpr int kHalf = kCount / 2;
   if constexpr (kHalf == 0) {
-    x[0] += __shfl_xor_sync(kFullWarp, x[0], kLanes);
+    x[0] = Op{}(x[0], __shfl_xor_sync(kFullWarp, x[0], kLanes));
   } else {
     const bool upper = lane_id() & kLanes;
 #pragma unroll
     for (int i = 0; i < kHalf; ++i)
-      x[i] = (upper ? x[i + kHalf] : x[i]) + __shfl_xor_sync(kFullWarp, upper ? x[i] : x[i + kHalf], kLanes);
+      x[i] = Op{}(upper ? x[i + kHalf] : x[i], __shfl_xor_sync(kFullWarp, upper ? x[i] : x[i + kHalf], kLanes));
   }
-  if constexpr (kLanes > 1) fold<max_of(1, kHalf), kLanes / 2>(x);
+  if constexpr (kLanes > 1) fold<Op, max_of(1, kHalf), kLanes / 2>(x);
 }
 
 // What a lane has summed of kRows rows since the last flush: of p, and of p v by column.
@@ -80,7 +85,7 @@ struct LaneSums {
 #pragma unroll
       for (int f = 0; f < kColumns; ++f) x[r * kRowSums + 1 + f] = o[r][f], o[r][f] = 0;
     }
-    fold<kPadded, 16>(x);
+    fold<Add, kPadded>(x);
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       const int own = lane_id() / kSharers * kOwn + i;

@@ -5,6 +5,11 @@
 
 namespace cuflash {
 
+// x / key_warps, which is a power of two.
+__device__ __forceinline__ int over_key_warps(const Params& params, int x) {
+  return x >> (__ffs(params.key_warps) - 1);
+}
+
 // A warp's first row, and the steps of keys that its rows see.
 struct WarpWork {
   int row0;
@@ -23,9 +28,13 @@ template <int kRows>
 struct CtaWork {
   int rows, row0, split, owned;
 
-  __device__ __forceinline__ explicit CtaWork(const Params& params) : rows(kTile.warps / params.key_warps * kRows) {
-    const SplitWork work = locate_split_rows(ceil_div(params.seqlen_q, rows), params.splits);
+  __device__ __forceinline__ explicit CtaWork(const Params& params)
+      : rows(over_key_warps(params, kTile.warps) * kRows) {
+    const SplitWork work = locate_split_rows(params.seqlen_q, rows, params.splits);
     row0 = work.block * rows, split = work.split, owned = work.owned;
+  }
+  __device__ __forceinline__ int warp_row0(const Params& params) const {
+    return row0 + over_key_warps(params, warp_id()) * kRows;
   }
 };
 
@@ -33,21 +42,20 @@ struct CtaWork {
 template <int kRows, class Totals>
 __device__ __forceinline__ void store_results(const Params& params, const Totals* totals) {
   const CtaWork<kRows> work(params);
-  const BatchIndex batch = batch_index(params, work.owned, 0);
+  constexpr int kColumns = power_of_two_from(kTile.value_dim);
   const int columns = max_of(1, params.value_dim), rows = min_of(work.rows, params.seqlen_q - work.row0);
-  for (int i = threadIdx.x; i < rows * columns; i += 32 * kTile.warps) {
-    const int r = i / columns, column = i % columns, row = work.row0 + r;
+  for (int i = threadIdx.x; i < rows * kColumns; i += 32 * kTile.warps) {
+    const int r = i / kColumns, column = i % kColumns, row = work.row0 + r;
+    if (column >= columns) continue;
     RowSums<1> merged;
+#pragma unroll 1
     for (int w = 0; w < params.key_warps; ++w)
       merged.merge(totals[r / kRows * params.key_warps + w].column(r % kRows, column));
     if (params.splits == 1) {
-      store_row(params, batch, row, column, merged);
-      continue;
+      store_row(params, work.owned, row, column, merged);
+    } else {
+      store_split(params, i64(work.owned) * params.seqlen_q + row, work.split, column, merged);
     }
-    const i64 index = i64(work.owned) * params.seqlen_q + row;
-    const auto leave = [&](int at, Accumulator x) { split_parts(params, index, at)[work.split] = x; };
-    if (column == 0) leave(0, merged.max), leave(1, merged.sums[0]);
-    if (params.value_dim > 0) leave(2 + column, merged.sums[1]);
   }
 }
 
