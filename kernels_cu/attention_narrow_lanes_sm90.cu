@@ -82,12 +82,8 @@ __device__ __forceinline__ void attention_narrow_lanes(const Params& params, Sha
     }
     lanes.careful(params, smem.bases, row, key, keys, totals);
   };
-  for (int block = part.begin; block < part.end; ++block) {
-    await_tile(smem, block, part);
-    work_on(block, smem.tile[part.stage(block)]);
-    release_tile(params, smem, block, part);
-  }
-  __syncthreads();  // the totals of all warps are there
+  for_each_tile(params, smem, part, part.end - part.begin, work_on, [] {});  // totals are in shared memory throughout
+  __syncthreads();                                                           // the totals of all warps are there
   store_results<kWarpRows>(params, smem.totals);
 }
 

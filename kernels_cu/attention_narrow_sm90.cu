@@ -83,14 +83,7 @@ __device__ __forceinline__ void attention_narrow(const Params& params, SharedSto
       if (!sure) rows.careful_step(params, smem.bases, own.row0, step * kStepKeys, at, bias_at, totals);
     }
   };
-  int flushed = part.begin;
-  for (int block = part.begin; block < part.end; ++block) {
-    if (block - flushed >= kFlushSteps / kTileSteps * params.key_warps) flushed = block, rows.flush(totals);
-    await_tile(smem, block, part);
-    work_on(block, smem.tile[part.stage(block)]);
-    release_tile(params, smem, block, part);
-  }
-  rows.flush(totals);
+  for_each_tile(params, smem, part, kFlushSteps / kTileSteps * params.key_warps, work_on, [&] { rows.flush(totals); });
   __syncthreads();  // the totals of all warps are there
   store_results<kRows>(params, smem.totals);
 }

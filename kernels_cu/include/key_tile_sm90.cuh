@@ -62,11 +62,15 @@ __device__ __forceinline__ void load_tile(const Params& params, Storage& smem, i
   const Accumulator* key_bias = bases.key_bias + key0;
   KeyTile& tile = smem.tile[part.stage(block)];
   u64& full = smem.barriers.full[part.stage(block)];
-  const u32 k_bytes = fill_rest(tile.k, k, keys * kFeatures, Operand{});
-  const u32 v_bytes = has_value ? fill_rest(tile.v, v, keys * kFeatures, Operand{}) : 0;
-  const u32 bias_bytes = has_bias ? fill_rest(tile.key_bias, key_bias, keys, Accumulator(neg_inf())) : 0;
+  u32 k_bytes = sizeof(tile.k), v_bytes = has_value ? sizeof(tile.v) : 0,
+      bias_bytes = has_bias ? sizeof(tile.key_bias) : 0;
+  if (keys < kKeys) {
+    k_bytes = fill_rest(tile.k, k, keys * kFeatures, Operand{});
+    if (has_value) v_bytes = fill_rest(tile.v, v, keys * kFeatures, Operand{});
+    if (has_bias) bias_bytes = fill_rest(tile.key_bias, key_bias, keys, Accumulator(neg_inf()));
 #pragma unroll 1
-  for (int i = keys + lane_id(); !has_bias && i < kKeys; i += 32) tile.key_bias[i] = neg_inf();
+    for (int i = keys + lane_id(); !has_bias && i < kKeys; i += 32) tile.key_bias[i] = neg_inf();
+  }
   if (lane_id() != 0) return mbarrier_arrive(full);  // what this lane has filled in is there
   mbarrier_arrive_expect(full, k_bytes + v_bytes + bias_bytes);
   if (k_bytes > 0) bulk_load(tile.k, k, k_bytes, full);
@@ -115,6 +119,24 @@ __device__ __forceinline__ void release_tile(const Params& params, Storage& smem
   if (__shfl_sync(kFullWarp, done, 0) % kTile.warps != kTile.warps - 1) return;
   mbarrier_wait(barriers.empty[stage], part.parity(block));  // which it is: what other warps have read may be written
   load_tile(params, smem, block + kStages, part);
+}
+
+// Tile after tile of a part: work(block, tile) by each warp, and after every `often` tiles and the last one flush(). It
+// comes after the first tile, too: while other warps have work, the time goes unnoticed that it takes to fetch its
+// instructions.
+template <class Storage, class Work, class Flush>
+__device__ __forceinline__ void for_each_tile(const Params& params, Storage& smem, const TilePart& part, int often,
+                                              Work work, Flush flush) {
+  int flushed = part.begin + 1 - often;
+#pragma unroll 1
+  for (int block = part.begin;; ++block) {
+    const bool ends = block >= part.end;
+    if (ends || block - flushed >= often) flushed = block, flush();
+    if (ends) return;
+    await_tile(smem, block, part);
+    work(block, smem.tile[part.stage(block)]);
+    release_tile(params, smem, block, part);
+  }
 }
 
 }  // namespace cuflash
