@@ -155,7 +155,8 @@ def _steps(batch: Sequence[int], layout: memory.Layout, itemsize: int) -> list[i
 @lru_cache(maxsize=4096)
 def scratch(problem: Problem, few: Few) -> Scratch:
     """Scratch memory of a call: where the grid splits the keys, what each split leaves of a row, which is a reference,
-    a sum of p and the sums of p v. Before them, where the CTA that is last merges, a count for each batch position."""
+    a sum of p and the sums of p v. Before them, where the CTA that is last merges, a count for each batch position, for
+    calls that may overlap others of their stream."""
     if few.splits == 1:
         return Scratch(0, 0, 0)
     batch = math.prod(problem.inner_batch)

@@ -171,7 +171,7 @@ def _scores(problem: Problem) -> int:
 
 @lru_cache(maxsize=4096)
 def scratch(problem: Problem, taken: Forward) -> Scratch:
-    """Scratch memory of a call."""
+    """Scratch memory of a call. Claims are counted there by calls that may overlap others of their stream."""
     q = k = v = bias = 0
     if taken.planes > 1 or taken.copies:
         q, k, v = (taken.planes * _plane_nbytes(problem, name) for name in "qkv")
