@@ -478,9 +478,6 @@ SPILLS = {
     ("float64", NARROW, 4): 16,
     ("float32", FUSED, 128): 128,  # 1.48 of the memory-efficient kernel; 54 TFLOP/s against 44 with the next best row
     ("float32", NARROW, 8): 96,  # 36 by 13.0
-    # outside of the loop over a tile
-    ("16 bits", "attention_narrow_sm90", 3): 16,
-    ("float32", "attention_narrow_sm90", 3): 16,
     ("float32", "attention_backward_dkv", 256): 96,
     ("float32", "attention_backward_dq", 128): 16,
     ("float64", "attention_backward_dkv", 128): 128,
