@@ -85,7 +85,7 @@ __device__ __forceinline__ void start_barriers(const Params& params, Storage& sm
 #pragma unroll
   for (int i = 0; i < kStages; ++i) {
     mbarrier_init(smem.barriers.full[i], 32);
-    mbarrier_init(smem.barriers.empty[i], kTile.warps);
+    mbarrier_init(smem.barriers.empty[i], 32 * kTile.warps);
     smem.barriers.done[i] = 0;
   }
   mbarrier_publish();
@@ -110,12 +110,10 @@ template <class Storage>
 __device__ __forceinline__ void release_tile(const Params& params, Storage& smem, int block, const TilePart& part) {
   KeyBarriers& barriers = smem.barriers;
   const int stage = part.stage(block);
+  mbarrier_arrive(barriers.empty[stage]);
   u32 done = 0;
-  __syncwarp();  // all lanes have read the tile
-  if (lane_id() == 0) {
-    mbarrier_arrive(barriers.empty[stage]);
-    done = atomicAdd(&barriers.done[stage], 1);
-  }
+  __syncwarp();  // all lanes have arrived
+  if (lane_id() == 0) done = atomicAdd(&barriers.done[stage], 1);
   if (__shfl_sync(kFullWarp, done, 0) % kTile.warps != kTile.warps - 1) return;
   mbarrier_wait(barriers.empty[stage], part.parity(block));  // which it is: what other warps have read may be written
   load_tile(params, smem, block + kStages, part);
