@@ -36,6 +36,8 @@ constexpr bool kTakeTurns = kOverlaps && kPlanes == 1 && (kTile.head_dim <= 128 
 constexpr int kHeldRegisters = kTile.value_dim / 2 + kTile.block_n * 3 / 4;
 constexpr bool kBets =
     kOverlaps && kPlanes == 1 && kTile.value_dim < 256 && kHeldRegisters <= (kConsumers == 2 ? 184 : 116);
+// One piece of code for blocks with and without a mask: two make warpgroups of 160 registers spill.
+constexpr bool kOneLoop = kConsumers == 3;
 // The scale is part of the terms, not of the exponent, where key_bias is: of softcap alone the cap is there.
 static_assert(kPrescaled == (kSoftcap || kKeyBias));
 static_assert(kOverlaps || !kCrossTiles, "the registers of scores in flight");
@@ -385,7 +387,7 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
       return softmax.update(s, rescale);
     };
     // The scores of a block, and the output of the one before under their softmax.
-    const auto step = [&](bool masked) {
+    const auto step = [&](auto masked) {
       mbarrier_wait(smem.k_barriers[k.stage].full, k.parity);
       take_turn();
       issue_scores();
@@ -399,14 +401,15 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
           finish_output();
         }
       };
+      const bool finishes_first = kBets && (kOneLoop || !masked);  // a bet writes p, which that product reads
       bool won = false, moved = false;
+      if (finishes_first) finish();
       if constexpr (kBets) {
-        finish();  // p is read no more
         if (!masked) won = softmax.bet(s, [&](int number, float low, float high) { p.set(number, low, high); });
       }
       if (!won) {
         moved = scores_to_p(masked);
-        if constexpr (!kBets) finish();
+        if (!finishes_first) finish();
         if constexpr (kHasValue) p.from(s);
       }
       if constexpr (!kHasValue) return;
@@ -433,7 +436,13 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
       }
       --block;
     }
-    for (; block >= blocks.begin; --block) step(!blocks.is_full(block));
+    if constexpr (kOneLoop) {
+      for (; block >= blocks.begin; --block) step(!blocks.is_full(block));
+    } else {
+      for (; block >= blocks.begin && block >= blocks.full_end; --block) step(Flag<true>{});
+      for (; block >= blocks.begin && block >= blocks.full_begin; --block) step(Flag<false>{});
+      for (; block >= blocks.begin; --block) step(Flag<true>{});
+    }
     const BatchIndex batch = smem.work[w.stage].batch;
     const int q_stage = q.stage;
     if constexpr (!kCrossTiles) mbarrier_arrive(smem.q_barriers[q_stage].empty);  // all products with Q are done

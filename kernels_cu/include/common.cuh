@@ -35,6 +35,7 @@ using ConditionalType = typename Conditional<kFlag, A, B>::type;
 template <bool kFlag>
 struct Flag {
   static constexpr bool value = kFlag;
+  __device__ constexpr operator bool() const { return kFlag; }
 };
 
 struct Tile {
