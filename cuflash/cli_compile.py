@@ -91,9 +91,8 @@ def _serves(variant: Variant, head_dim: int) -> bool:
     if variant.family == "sm90" and variant.operation in tiles.SM90_FEW:
         return variant.tile.head_dim == head_dim  # these take exactly so many
     if variant.family == "sm90":
-        like, plain = (variant.dtype, variant.precision, head_dim), not variant.scores
-        capped = "Softcap" in variant.scores
-        tiles_of = [tiles.sm90_forward(*like, keys, plain, capped=capped) for keys in (1, math.inf)]
+        like, capped = (variant.dtype, variant.precision, head_dim), "Softcap" in variant.scores
+        tiles_of = [tiles.sm90_forward(*like, keys, capped=capped) for keys in (1, math.inf)]
         return variant.tile in (*tiles_of, tiles.sm90_forward(*like, has_value=False))
     backward = tiles.backward_operations(variant.dtype, head_dim, variant.target, variant.family)
     if variant.operation in tiles.KEY_GRADIENTS and variant.operation not in backward:

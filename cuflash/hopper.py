@@ -90,7 +90,7 @@ def forward(problem: Problem, multiprocessors: int, plain: bool) -> Forward | No
     scores = _scores(problem)
     features, keys = max(problem.d, problem.e), scores / problem.m
     capped = problem.softcap is not None
-    tile = tiles.sm90_forward(problem.dtype, problem.precision, features, keys, plain, problem.has_value, capped)
+    tile = tiles.sm90_forward(problem.dtype, problem.precision, features, keys, problem.has_value, capped)
     if tile is None:
         return None
     planes = params.planes(problem.dtype, problem.precision)

@@ -351,9 +351,9 @@ def _sm90_rows(*rows: tuple[int, int, int, int, int]) -> dict[int, Tile]:
 
 SM90_FORWARD: dict[tuple[str, str | None], dict[int, Tile]] = {
     ("16 bits", None): _sm90_rows(
-        (64, 192, 128, 2, 1),
-        (96, 128, 128, 2, 2),  # causal S 512 25 percent over 192 rows of 80 keys, 10 at 4096; full 17 and 0
-        (128, 128, 128, 2, 2),  # 160 and 176 keys were no faster; one Q 8 to 15 percent slower at S 512, equal at 4096
+        (64, 192, 96, 3, 2),  # 5 to 10 percent over 128 keys, whose registers leave no room for bets
+        (96, 128, 128, 2, 2),  # S 4096 4 percent over 192 rows of 96 keys, causal 8
+        (128, 128, 128, 2, 2),  # 64 keys 10 to 15 percent behind; 160, and three stages with one Q, too
         (192, 128, 96, 2, 1),  # no room for a second Q
         (256, 128, 64, 2, 1),  # causal 10 percent over 80 keys at S 512, 1 from 2048 on; full equal
     ),
@@ -362,7 +362,7 @@ SM90_FORWARD: dict[tuple[str, str | None], dict[int, Tile]] = {
         (128, 128, 80, 1, 1),  # 5 percent over 64 keys
     ),
     ("float32", "tf32"): _sm90_rows(
-        (64, 192, 96, 2, 1),  # 5 percent over 64 keys
+        (64, 192, 80, 2, 1),  # with 96 ptxas waits for each product
         (128, 128, 80, 2, 1),
     ),
 }
@@ -370,7 +370,7 @@ SM90_FORWARD: dict[tuple[str, str | None], dict[int, Tile]] = {
 consumer's warpgroup has 64 query rows."""
 
 SM90_SHORT: dict[tuple[str, str | None], dict[int, Tile]] = {
-    # at S 512 and 1024 2 to 17 percent over 192 rows, at 4096 10 percent behind
+    # at S 512 and 1024 7 to 12 percent over 192 rows, at 2048 3 to 6 behind
     ("16 bits", None): _sm90_rows((64, 128, 128, 4, 2)),
 }
 """Rows in their place for few keys a query row."""
@@ -378,19 +378,11 @@ SM90_SHORT: dict[tuple[str, str | None], dict[int, Tile]] = {
 SHORT_ROWS = 1024
 """The most keys a query row, in the mean over the rows, that are few."""
 
-SM90_GENERAL: dict[tuple[str, str | None], dict[int, Tile]] = {
-    ("16 bits", None): _sm90_rows(
-        (64, 192, 80, 2, 1), (96, 128, 128, 2, 1), (192, 128, 80, 2, 1), (256, 128, 64, 2, 1)
-    ),
+SM90_CAPPED: dict[tuple[str, str | None], dict[int, Tile]] = {
+    ("16 bits", None): _sm90_rows((64, 128, 128, 4, 2)),
     ("float32", "tf32"): _sm90_rows((64, 192, 64, 2, 1)),
 }
-"""Rows in the place of both where a softcap, with or without key_bias, made them spill."""
-
-SM90_BIASED: dict[tuple[str, str | None], dict[int, Tile]] = {
-    ("16 bits", None): _sm90_rows((64, 192, 96, 2, 1), (96, 192, 80, 2, 2), (256, 128, 64, 2, 1)),
-    ("float32", "tf32"): _sm90_rows((64, 192, 80, 2, 1)),
-}
-"""The same for key_bias without a softcap."""
+"""Rows in the place of both where a softcap made them spill."""
 
 
 def _lse_rows(*rows: tuple[int, int, int, int]) -> dict[int, Tile]:
@@ -653,12 +645,11 @@ def sm90_forward(
     precision: str | None,
     features: int,
     keys: float = math.inf,
-    plain: bool = True,
     has_value: bool = True,
-    capped: bool = True,
+    capped: bool = False,
 ) -> Tile | None:
     """The tile of the sm90 family's forward for so many features at most, and so many keys a query row; None where it
-    has none. ``capped``: where it is not ``plain``, whether it has a softcap."""
+    has none. ``capped``: whether it has a softcap."""
     if not has_value:
         alone = SM90_LSE.get((kind(dtype), precision), {})
         return next((alone[d] for d in sorted(alone) if d >= features), None)
@@ -667,8 +658,8 @@ def sm90_forward(
     if d is None:
         return None
     short = SM90_SHORT.get((kind(dtype), precision), {}) if keys <= SHORT_ROWS else {}
-    general = {} if plain else (SM90_GENERAL if capped else SM90_BIASED).get((kind(dtype), precision), {})
-    return short.get(d) or general.get(d) or rows[d]
+    special = SM90_CAPPED.get((kind(dtype), precision), {}) if capped else {}
+    return short.get(d) or special.get(d) or rows[d]
 
 
 def dtypes(target: str, family: str) -> tuple[str, ...]:
@@ -738,9 +729,8 @@ def _sm90_variants() -> list[Variant]:
     for (kind_of, precision), rows in SM90_FORWARD.items():
         for dtype in (dtype for dtype in ITEMSIZE if kind(dtype) == kind_of):
             for terms in SM90_TERMS:
-                plain, capped = not terms, "Softcap" in terms
                 sizes = itertools.product(rows, (math.inf, 1))
-                wanted = [sm90_forward(dtype, precision, *size, plain, capped=capped) for size in sizes]
+                wanted = [sm90_forward(dtype, precision, *size, capped="Softcap" in terms) for size in sizes]
                 wanted += SM90_LSE[kind_of, precision].values()
                 found += [sm90_variant(dtype, t, precision, terms) for t in dict.fromkeys(wanted) if t is not None]
             if params.planes(dtype, precision) > 1:

@@ -31,11 +31,10 @@ constexpr bool kOverlaps = !kFreshSums && kHasValue;
 // With a second Q, the first scores of a tile are formed under the last output and the epilogue of the one before.
 constexpr bool kCrossTiles = kQStages == 2;
 // Warpgroups issue their products in turns, so that the softmax of one runs under the products of another.
-constexpr bool kTakeTurns = kOverlaps && kPlanes == 1 && (kTile.head_dim <= 128 || kSoftcap || kKeyBias);
-// Blocks without a mask bet that no reference moves, where the registers hold scores beside p.
-constexpr int kHeldRegisters = kTile.value_dim / 2 + kTile.block_n * 3 / 4;
-constexpr bool kBets =
-    kOverlaps && kPlanes == 1 && kTile.value_dim < 256 && kHeldRegisters <= (kConsumers == 2 ? 184 : 116);
+constexpr bool kTakeTurns = kOverlaps && kPlanes == 1;
+// Blocks without a mask bet that no reference moves, where the registers hold scores beside p. More features than 128
+// gained nothing by it.
+constexpr bool kBets = kOverlaps && kPlanes == 1 && kTile.value_dim <= 128 && (kConsumers == 2 || kTile.block_n <= 96);
 // One piece of code for blocks with and without a mask: two make warpgroups of 160 registers spill.
 constexpr bool kOneLoop = kConsumers == 3;
 // The scale is part of the terms, not of the exponent, where key_bias is: of softcap alone the cap is there.
@@ -102,7 +101,8 @@ struct SharedStorage {
   const float* key_bias_row;    // the producer's: of the tile's batch position
   TileWork work[kQStages + 1];  // of tiles whose Q is in a buffer, and the next; of no rows after the last
 };
-static_assert(!kCrossTiles || sizeof(StagedRows) <= sizeof(Planes<QTile>), "o is staged where q was");
+static_assert(!kCrossTiles || (sizeof(StagedRows) <= sizeof(Planes<QTile>) && sizeof(Output) == 2),
+              "o is staged where q was, by pairs");
 static_assert(StagedRows::kRowBytes == 128,
               "each warp's rows of o where its own rows of q were: no other's are in use");
 static_assert(sizeof(SharedStorage) == kSmemBytes, "the tile table counts the same bytes");
@@ -239,18 +239,6 @@ __device__ __forceinline__ void store_tiles(const TmaParams& tma, SharedStorage&
   }
 }
 
-// The sums over whole rows, and what makes o of the rows averages.
-__device__ __forceinline__ void average_o(OutputRows& o, const OnlineSoftmax<1>& softmax, Accumulator (&sum)[2]) {
-  Accumulator scale[2];
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    sum[r] = quad_sum(softmax.row_sum[r]);
-    const bool empty = softmax.row_max[r] == neg_inf() && sum[r] == 0;
-    scale[r] = empty ? 0 : sizeof(Output) == 2 ? __fdividef(1, sum[r]) : 1 / sum[r];
-  }
-  o.for_each([&](Accumulator& x, int slot, int, int) { x *= scale[slot]; });
-}
-
 // Rounds o of a warp's rows to those of a tile.
 __device__ __forceinline__ void stage_o(const OutputRows& o, StagedRows& staged, int row0) {
   if constexpr (sizeof(Output) == 2) {
@@ -262,8 +250,6 @@ __device__ __forceinline__ void stage_o(const OutputRows& o, StagedRows& staged,
       for (int i = 0; i < 4; ++i) x[i] = pack<Output>(o.x[0][n + i / 2][i % 2 * 2], o.x[0][n + i / 2][i % 2 * 2 + 1]);
       stmatrix_x4(StagedRows::advance(at, 0, 8 * n), x);
     }
-  } else {
-    store_fragment(o, staged, row0, 0);
   }
 }
 
@@ -455,8 +441,9 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
       wgmma_wait<kCrossTiles>(sums);
       finish_output();
     }
-    Accumulator sum[2];
-    average_o(o, softmax, sum);
+    const Accumulator sum[2] = {quad_sum(softmax.row_sum[0]), quad_sum(softmax.row_sum[1])};
+    Accumulator lse[2];
+    average_rows(o, softmax, sum, params, lse);
     if (kCrossTiles && params.store_map) {
       stage_o(o, reinterpret_cast<StagedRows&>(smem.q[q_stage]), warp_row0);
       fence_async_proxy();  // the copy engine is to see it
@@ -464,12 +451,7 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
       store_o(params, batch, row0, o);
     }
     if constexpr (kCrossTiles) barrier_arrive<160>(1 + group);
-    if (params.lse != nullptr) {  // nobody waits for it
-      Accumulator lse[2], unused;
-#pragma unroll
-      for (int r = 0; r < 2; ++r) softmax.reference(r).finish(sum[r], params.lse_scale, unused, lse[r]);
-      write_lse(o, lse, params, batch, row0);
-    }
+    write_lse(o, lse, params, batch, row0);  // nobody waits for it
     if constexpr (!kCrossTiles) is_tile = start_tile();
   }
   if constexpr (kOverlaps) wgmma_wait<0>(s);

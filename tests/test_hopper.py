@@ -187,10 +187,9 @@ def test_a_problem_has_the_terms_that_it_asks_for() -> None:
 def test_a_tile_of_the_sm90_family_fits(kind: str, precision: str | None) -> None:
     dtype = "float16" if kind == "16 bits" else kind
     short = tiles.SM90_SHORT.get((kind, precision), {})
-    general = tiles.SM90_GENERAL.get((kind, precision), {})
-    biased = tiles.SM90_BIASED.get((kind, precision), {})
+    capped = tiles.SM90_CAPPED.get((kind, precision), {})
     for tile in itertools.chain(
-        *(rows.values() for rows in (tiles.SM90_FORWARD[kind, precision], short, general, biased)),
+        *(rows.values() for rows in (tiles.SM90_FORWARD[kind, precision], short, capped)),
         tiles.SM90_LSE[kind, precision].values(),
     ):
         variant = tiles.sm90_variant(dtype, tile, precision, ())

@@ -6,6 +6,17 @@
 
 namespace cuflash {
 
+// Makes o of the warp's rows the average that it is the sum of; their lse. `sum` is over whole rows.
+template <int kMTiles, int kCols, class Softmax>
+__device__ __forceinline__ void average_rows(Fragment<kMTiles, kCols>& o, const Softmax& softmax,
+                                             const Accumulator (&sum)[2 * kMTiles], const Params& params,
+                                             Accumulator (&lse)[2 * kMTiles]) {
+  Accumulator o_scale[2 * kMTiles];
+#pragma unroll
+  for (int r = 0; r < 2 * kMTiles; ++r) softmax.reference(r).finish(sum[r], params.lse_scale, o_scale[r], lse[r]);
+  o.for_each([&](Accumulator& x, int slot, int, int) { x *= o_scale[slot]; });
+}
+
 // Where there is one to write: lse of the rows that `o` holds, from row0 on.
 template <int kMTiles, int kCols>
 __device__ __forceinline__ void write_lse(const Fragment<kMTiles, kCols>& o, const Accumulator (&lse)[2 * kMTiles],
@@ -17,16 +28,13 @@ __device__ __forceinline__ void write_lse(const Fragment<kMTiles, kCols>& o, con
   });
 }
 
-// Makes o of the warp's rows, from row0 on, the average that it is the sum of, and writes their lse where there is one
-// to write. `sum` is over whole rows; `writes`: of the warps that share them, one.
+// Both. `writes`: of the warps that share the rows, one.
 template <int kMTiles, int kCols, class Softmax>
 __device__ __forceinline__ void finish_rows(Fragment<kMTiles, kCols>& o, const Softmax& softmax,
                                             const Accumulator (&sum)[2 * kMTiles], const Params& params,
                                             const BatchIndex& batch, int row0, bool writes) {
-  Accumulator o_scale[2 * kMTiles], lse[2 * kMTiles];
-#pragma unroll
-  for (int r = 0; r < 2 * kMTiles; ++r) softmax.reference(r).finish(sum[r], params.lse_scale, o_scale[r], lse[r]);
-  o.for_each([&](Accumulator& x, int slot, int, int) { x *= o_scale[slot]; });
+  Accumulator lse[2 * kMTiles];
+  average_rows(o, softmax, sum, params, lse);
   if (writes) write_lse(o, lse, params, batch, row0);
 }
 
