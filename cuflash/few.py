@@ -42,9 +42,8 @@ class Few(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Where the parts of the scratch memory begin, from a multiple of 16, and its size: 0 where none is needed."""
+    """Where what splits leave begins, from a multiple of 16, behind counts; and the size: 0 where none is needed."""
 
-    claims: int
     split_rows: int
     nbytes: int
 
@@ -158,8 +157,8 @@ def scratch(problem: Problem, few: Few) -> Scratch:
     a sum of p and the sums of p v. Before them, where the CTA that is last merges, a count for each batch position, for
     calls that may overlap others of their stream."""
     if few.splits == 1:
-        return Scratch(0, 0, 0)
+        return Scratch(0, 0)
     batch = math.prod(problem.inner_batch)
     claims = -(-4 * batch // 16) * 16 if few.merges else 0
     rows = tiles.accumulator_bytes(problem.dtype) * few.splits * batch * problem.m * (2 + problem.e)
-    return Scratch(0, claims, claims + rows + 16)  # the caller's memory may start anywhere
+    return Scratch(claims, claims + rows + 16)  # the caller's memory may start anywhere

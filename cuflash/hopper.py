@@ -48,7 +48,8 @@ class Forward(NamedTuple):
     section: int
     """Batch positions whose tiles are taken together, longest first."""
     copies: bool
-    """Whether q, k and v are copied first: the copy engine cannot follow the strides of one of them."""
+    """Whether q, k and v are copied first: the copy engine cannot follow the strides of one of them. Where it is an
+    address, the portable family serves."""
     claims: bool
     """Whether CTAs claim tiles as they become free: where tiles differ in length, and there are more than CTAs."""
 
@@ -126,6 +127,7 @@ def _rows(problem: Problem, name: str) -> tuple[tuple[int, ...], int, int]:
     return lengths, itemsize, -(-lengths[-1] * itemsize // tma.ALIGNMENT) * tma.ALIGNMENT
 
 
+@lru_cache(maxsize=4096)
 def follows(problem: Problem, name: str) -> bool:
     """Whether the copy engine can follow the strides of q, k, v or key_bias."""
     batch, strides = memory.batch_strides(problem, name)

@@ -193,7 +193,11 @@ def backward(
 
 
 _zeros: dict[tuple[int, int], Any] = {}
-"""Counters by device and stream, all 0: a kernel that counts leaves them so, and calls in a stream do not overlap."""
+"""Counters by device and stream, all 0: a kernel that counts leaves them so, and calls in a stream do not overlap.
+Streams by their ids: of one that is gone, work may go on while another already has its pointer."""
+
+_MOST_STREAMS = 1024
+"""Counters to keep, those of late."""
 
 _PER_THREAD_STREAM = 2
 """The pointer by which every thread means a default stream of its own."""
@@ -207,10 +211,25 @@ def _counters(device: int, nbytes: int) -> tuple[Any, int]:
     stream = cupy.cuda.get_current_stream()
     if stream.ptr == _PER_THREAD_STREAM or stream.is_capturing():
         return None, 0
-    counters = _zeros.get((device, stream.ptr))
+    key = device, _stream_id(stream.ptr)
+    counters = _zeros.get(key)
     if counters is None or counters.nbytes < nbytes:
-        counters = _zeros[device, stream.ptr] = cupy.zeros(max(nbytes, 512), np.uint8)
+        counters = cupy.zeros(max(nbytes, 512), np.uint8)
+        _zeros.pop(key, None)
+        _zeros[key] = counters
+        for late in list(_zeros)[:-_MOST_STREAMS]:
+            _zeros.pop(late, None)
     return counters, counters.data.ptr
+
+
+def _stream_id(pointer: int) -> int:
+    """A number that no other stream of the process has or will have."""
+    from cuda.bindings import driver
+
+    status, number = driver.cuStreamGetId(pointer)
+    if int(status) != 0:
+        raise RuntimeError(f"the driver does not know the current stream, {pointer:#x}: {status.name}")
+    return int(number)
 
 
 def _copied(problem: Problem, sm90: hopper.Forward, key_bias: int) -> tuple[str, ...]:
@@ -258,7 +277,7 @@ def _describe(arrays: Sequence[Any]) -> tuple[list[int], tuple[memory.Strides | 
 
 def _run(plan: Sequence[_Launch], pointers: Sequence[int], zeros: int = 0, nbytes: int = 0) -> None:
     """Enqueue the kernels, and before them zeros for so many bytes from an address on."""
-    packed = []  # before anything is enqueued: the driver may refuse a tensor map
+    packed = []  # before results are written: the driver may refuse a tensor map
     for launch in plan:
         maps = b"".join([encode(pointers[tensor] + offset) for tensor, offset, _, encode in launch.maps])
         packed.append(np.frombuffer(maps + params.pack(pointers, launch.tail), launch.packed)[0])
@@ -291,8 +310,8 @@ def _plan_forward(
     results = {"o": o_strides, "lse": lse_strides}
     if sm90:
         taken = hopper.with_copies(problem, copied) if copied else problem
-        follows = sm90.planes > 1 or sm90.copies or bits.loads % tma.ALIGNMENT == 0
-        if follows and (plan := _plan_sm90(taken, sm90, {**_input_strides(taken), **results}, bits)):
+        aligned = sm90.planes > 1 or sm90.copies or bits.loads % tma.ALIGNMENT == 0
+        if aligned and (plan := _plan_sm90(taken, sm90, {**_input_strides(taken), **results}, bits)):
             return plan
     given = {**_input_strides(problem), **results}
     layout = memory.layout_of(problem, given)

@@ -659,7 +659,7 @@ def sm90_forward(
         return None
     short = SM90_SHORT.get((kind(dtype), precision), {}) if keys <= SHORT_ROWS else {}
     special = SM90_CAPPED.get((kind(dtype), precision), {}) if capped else {}
-    return short.get(d) or special.get(d) or rows[d]
+    return special.get(d) or short.get(d) or rows[d]
 
 
 def dtypes(target: str, family: str) -> tuple[str, ...]:

@@ -48,9 +48,12 @@ constexpr int kBiasStages = 4;
 
 // The last blocks of a tile may be beyond what the rows of a warpgroup see: it leaves out so many of those at most. It
 // waits for K of the next while it has not given up V of the last tile yet, and while it may hold the turn of others,
-// which have not given up that V either, nor K of what they do not leave out: fewer blocks than there are buffers.
-constexpr bool kLeavesOut = kOverlaps && kTile.block_n < kTile.block_m && kStages > 1;
+// which have not given up that V either, nor K of what they do not leave out: fewer blocks than there are buffers. Only
+// who gives up a buffer waits for it; by the turns, which count for what is left out, too, no warp falls a phase
+// behind.
+constexpr bool kLeavesOut = kTakeTurns && kTile.block_n < kTile.block_m && kStages > 1;
 constexpr int kMostLeftOut = kLeavesOut ? min_of(kStages - 1, ceil_div(kTile.block_m - 64, kTile.block_n)) : 0;
+static_assert(kMostLeftOut < kBiasStages);
 
 using QTile = PanelTile<kTile.block_m, kTile.head_dim>;
 using KTile = PanelTile<kTile.block_n, kTile.head_dim>;
@@ -297,8 +300,7 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
     bias.next();
   };
   BlockRange blocks;
-  // Gives up what is left out. Warps where nobody does so do not wait, either: the products of the next block, which
-  // has another buffer, keep warps together. By votes, as the compiler is to see that lanes do not part.
+  // Gives up what is left out. By votes, as the compiler is to see that lanes do not part.
   const auto leave = [](BufferBarriers& barriers, u32 parity, bool gives_up) {
     while (__any_sync(kFullWarp, gives_up && !mbarrier_test(barriers.full, parity))) {
     }

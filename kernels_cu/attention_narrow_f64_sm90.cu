@@ -43,7 +43,7 @@ __device__ __forceinline__ void attention_narrow(const Params& params, SharedSto
     const volatile WarpWork& own = smem.work[warp_id()];
     const u32 tile_at = shared_address(&tile);
 #pragma unroll 1
-    for (int i = warp_id() & (params.key_warps - 1); i < kTileSteps; i += params.key_warps) {  // a power of two
+    for (int i = key_warp(params); i < kTileSteps; i += params.key_warps) {
       const int step = block * kTileSteps + i;
       if (step < own.steps.begin || step >= own.steps.end) continue;
       const u32 at = tile_at + i * kStepBytes, bias_at = tile_at + KeyTile::kBias + i * kStepBias;

@@ -51,7 +51,7 @@ __device__ __forceinline__ void attention_narrow_lanes(const Params& params, Sha
   bool sure = false;  // the last bet of this warp was won
   const auto work_on = [&](int block, const KeyTile& tile) {
     const volatile WarpWork& own = smem.work[warp_id()];
-    const int own_part = warp_id() & (params.key_warps - 1);  // a power of two
+    const int own_part = key_warp(params);
     // Whole groups of what the rows see of the tile, in equal parts.
     const int seen_from = max_of(block * kKeys, own.steps.begin / kGroupKeys * kGroupKeys),
               seen_to = min_of((block + 1) * kKeys, ceil_div(own.steps.end, kGroupKeys) * kGroupKeys);

@@ -1,7 +1,6 @@
 // Forward for few features on sm_90, where rows of K and V lie one after the other from multiples of 16 bytes on, and
 // key_bias likewise: exponentials and multiply-adds bound it. The work is shared out as in attention_narrow.cuh; tiles
-// of keys come by the copy engine, raw (key_tile_sm90.cuh), and the warp that is last done with a tile orders the next
-// into its place: no warp waits for another.
+// of keys come by the copy engine, raw (key_tile_sm90.cuh).
 //
 // The outline is host.py's: locate; key blocks; load q; step; finish; epilogue.
 #include "narrow_rows_sm90.cuh"
@@ -49,7 +48,7 @@ __device__ __forceinline__ void attention_narrow(const Params& params, SharedSto
   auto& totals = smem.totals[warp_id()];
   Rows rows(params, smem.bases, row0, totals);
   const u32 saved = shared_address(&smem.saved[warp_id()][0][lane_id()][0]);
-  const int step0 = warp_id() & (params.key_warps - 1);  // key_warps is a power of two
+  const int step0 = key_warp(params);
 
   bool sure = false;  // the last bet of this warp was won
   const auto work_on = [&](int block, const KeyTile& tile) {

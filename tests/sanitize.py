@@ -78,6 +78,12 @@ PROBLEMS = (
     Problem(70, 130, 8, 8, dtype="float64", options={"causal": True, "align": "bottom-right"}),
     Problem(20, 300, 16, 16, dtype="float32", options={"window": (40, 8), "align": "bottom-right"}),
     Problem(20, 300, 12, 16, dtype="float64", key_bias=True),
+    Problem(5, 40960, 3, 3, dtype="float32", heads=1, kv_heads=1),  # more splits than a warp has lanes
+    # Three warpgroups on Hopper, which take over where rows see more than 1024 keys; scores with terms.
+    Problem(200, 1300, 64, 64, key_bias=True, options={"causal": True, "align": "bottom-right"}),
+    Problem(200, 1300, 64, 60, dtype="bfloat16", shift=1, options={"window": (1200, 40), "align": "bottom-right"}),
+    Problem(300, 201, 128, 128, key_bias=True, options={"softcap": 5.0}),
+    Problem(70, 98, 256, 256, key_bias=True),
 )
 FAMILIES = ("sm90", "sm80", "sm75")
 TOLERANCE = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 1e-4, "tf32": 1e-2, "float64": 1e-11}

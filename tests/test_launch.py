@@ -49,6 +49,7 @@ class Pretended:
         patch.setattr(calls, "launcher", lambda: launch)
         patch.setattr(compile, "kernel", self.kernel)
         patch.setattr(tma, "encode", lambda box, address: bytes(params.TENSOR_MAP_BYTES))
+        patch.setattr(launch, "_stream_id", lambda pointer: 100 + pointer)
         patch.setattr(hopper, "WORTH_PLANES", 0)
 
     def become(self, family: str, target: str) -> None:
@@ -328,11 +329,24 @@ def test_calls_of_a_stream_count_in_zeros_that_kernels_leave(device: Pretended, 
         assert len(device.claims) == 1 and not device.zeroed
         found += device.claims
     device.stream.ptr = 0
-    assert found[0] == found[1] == found[2] == launch._zeros[0, 0].data.ptr and found[3] == launch._zeros[0, 5].data.ptr
+    assert (
+        found[0] == found[1] == found[2] == launch._zeros[0, 100].data.ptr
+        and found[3] == launch._zeros[0, 105].data.ptr
+    )
     cuflash.attention(*one_query(132))
-    assert device.claims[-1] == launch._zeros[0, 0].data.ptr != found[0]
-    counters = launch._zeros[0, 0]
+    assert device.claims[-1] == launch._zeros[0, 100].data.ptr != found[0]
+    counters = launch._zeros[0, 100]
     assert counters.memory.nbytes >= 4 * 132 and not counters.memory.any()
+
+
+def test_counters_of_streams_of_late_are_kept(device: Pretended, monkeypatch: Any) -> None:
+    device.become("sm90", "90a")
+    monkeypatch.setattr(launch, "_zeros", {})
+    monkeypatch.setattr(launch, "_MOST_STREAMS", 3)
+    for device.stream.ptr in (11, 12, 13, 14, 12):
+        cuflash.attention(*one_query(1))
+    device.stream.ptr = 0
+    assert list(launch._zeros) == [(0, 112), (0, 113), (0, 114)]
 
 
 @pytest.mark.parametrize("why", ["the stream is captured", "every thread has a stream by this pointer"])

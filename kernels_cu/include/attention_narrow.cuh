@@ -66,7 +66,7 @@ __device__ __forceinline__ void attention_narrow(const Params& params, SharedSto
     const bool whole = own.steps.full_begin <= first && first + kTileSteps <= own.steps.full_end;
     // The keys of a step are known by their address alone. key_warps is a power of two.
     const u32 tile_end = tile.address(kTileSteps), stride = params.key_warps * kStepBytes;
-    for (u32 at = tile.address(warp_id() & (params.key_warps - 1)); at < tile_end; at += stride) {
+    for (u32 at = tile.address(key_warp(params)); at < tile_end; at += stride) {
       bool full = whole;
       if (!whole) {
         const int step = (block + 1) * kTileSteps - int(tile_end - at) / kStepBytes;

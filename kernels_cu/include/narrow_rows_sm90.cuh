@@ -1,9 +1,9 @@
 // The rows of one warp where features are few and keys come in raw tiles: every lane holds all rows whole and takes
-// keys of its own, as in narrow_rows.cuh. Bets that no reference has to move are on whole tiles here: sums are set
-// aside before a tile, no step of it looks at anything, and exponentials, scores and products with V of different keys
-// fill one another's gaps. The sums tell at the end of the tile; if the bet is lost, the tile is done again step by
-// step. Of those a step whose bet is lost moves the references to its maxima and bets again; only then comes the
-// careful one.
+// keys of its own, as in narrow_rows.cuh. Bets that no reference has to move are on whole tiles here, a warp's first
+// against the maxima of its first step: sums are set aside before a tile, no step of it looks at anything, and
+// exponentials, scores and products with V of different keys fill one another's gaps. The sums tell at the end of the
+// tile; if the bet is lost, the tile is done again step by step. Of those a step whose bet is lost moves the references
+// to its maxima and bets again; only then comes the careful one.
 #pragma once
 #include "key_lanes_sm90.cuh"
 #include "narrow_totals.cuh"
@@ -96,7 +96,7 @@ class NarrowRows {
     return true;
   }
 
-  // Moves references to a step's maxima where that is worth it and safe. Nothing is summed since the last flush.
+  // Moves references to a step's maxima where that is worth it and safe. Nothing may be summed since the last flush.
   __device__ __forceinline__ void move_references(bool has_bias, u32 at, u32 bias_at, Totals& totals) {
     const LaneRows k(at);
     constexpr int kPadded = power_of_two_from(kRows), kSharers = 32 / kPadded;

@@ -10,6 +10,9 @@ __device__ __forceinline__ int over_key_warps(const Params& params, int x) {
   return x >> (__ffs(params.key_warps) - 1);
 }
 
+// Which of them this warp is.
+__device__ __forceinline__ int key_warp(const Params& params) { return warp_id() & (params.key_warps - 1); }
+
 // A warp's first row, and the steps of keys that its rows see.
 struct WarpWork {
   int row0;

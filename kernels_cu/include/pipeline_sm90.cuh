@@ -58,12 +58,12 @@ __device__ __forceinline__ void fill(Tile (&smem)[kPlanes], BufferBarriers& barr
                at);
 }
 
-// The producer's: key_bias of the keys from key0 on, a block of them or what is left: whole vectors, as the array is to
-// be.
+// The producer's: key_bias of the keys from key0 on, a block of them or what is left. Rows of the array begin and end
+// at whole 16 bytes, as the copy engine needs them: what follows the last key is brought, too.
 template <int kKeys>
 __device__ __forceinline__ void fill_bias(float (&smem)[kKeys], BufferBarriers& barriers, u32 parity,
                                           const Params& params, const float* row, int key0) {
-  const u32 nbytes = 4 * min_of(kKeys, params.seqlen_k - key0);
+  const u32 nbytes = 16 * min_of(kKeys / 4, ceil_div(params.seqlen_k - key0, 4));
   mbarrier_wait(barriers.empty, parity ^ 1);
   mbarrier_arrive_expect(barriers.full, nbytes);
   bulk_load(smem, row + key0, nbytes, barriers.full);

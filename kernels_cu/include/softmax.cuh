@@ -2,10 +2,11 @@
 //
 // p = 2^(s*c - mc) (one FMA) with a reference mc = fl(m * c) for each row, used alike in p, in the rescale and in lse:
 // any common reference is exact. m is the row's maximum when the reference last moved. It moves only once the maximum
-// has grown by a factor of 2^kLag in p, which is rare after the first blocks: until then p and the sums are at most
-// 2^kLag larger than they could be, and o is left alone. From |mc| = 2^24 (double: 2^53) on, the rounding of the
-// product no longer cancels in the FMA (its residue can be thousands), so such rows subtract first: p = 2^((s - m) *
-// c), reference m * c unrounded. A mask is -inf; the reference of a row that has seen no key is 0.
+// has grown by a factor of 2^kLag in p (where that is bet on, in the mean of what a lane has of a block), which is rare
+// after the first blocks: until then p and the sums are at most so much larger than they could be, and o is left alone.
+// From |mc| = 2^24 (double: 2^53) on, the rounding of the product no longer cancels in the FMA (its residue can be
+// thousands), so such rows subtract first: p = 2^((s - m) * c), reference m * c unrounded. A mask is -inf; the
+// reference of a row that has seen no key is 0.
 #pragma once
 #include "fragment.cuh"
 
@@ -104,6 +105,7 @@ struct OnlineSoftmax {
   __device__ __forceinline__ bool bet(const Fragment<1, kCols>& s, Pack pack) {
     static_assert(kMTiles == 1 && !Exp2::kHasFar);
     constexpr Accumulator kMost = Accumulator(1 << int(Reference::kLag)) * (kCols / 4);
+    static_assert(kMost < 65504, "float16 holds every p");
     const Accumulator mc[2] = {mul_rn(row_max[0], c), mul_rn(row_max[1], c)};
     Accumulator sum[2] = {0, 0};
 #pragma unroll
