@@ -126,8 +126,9 @@ def attention(
 
     with :math:`s_{ij} = \mathrm{scale}\; q_i \cdot k_j`, then softcap, then key_bias, then the masks. No m x n array is
     made: memory beyond inputs and results is O(m) for each head; on a GPU it is next to none, some megabytes where
-    queries of few features do not fill it and the keys are split, and for float32 on compute capability 9.0, which
-    multiplies 16-bit parts of them, 6 bytes for each element of q, k and v (`workspace_nbytes`).
+    queries of few features do not fill it and the keys are split, and on compute capability 9.0 for float32, which
+    multiplies 16-bit parts of them, 6 bytes for each element of q, k and v, for 16-bit arrays of rows that do not begin
+    at multiples of 16 bytes a copy (`workspace_nbytes`).
 
     Parameters
     ----------

@@ -216,7 +216,10 @@ def maps(problem: Problem, layout: memory.Layout, taken: Forward) -> tuple[Map, 
 
 
 def output_map(problem: Problem, layout: memory.Layout) -> Map | None:
-    """The map of o, by the rows of a warpgroup, None where the copy engine cannot follow it."""
+    """The map of o, by the rows of a warpgroup, None where the copy engine cannot follow it: where a row ends within
+    16 bytes it writes all of them, what is beyond the row included."""
+    if problem.e * tiles.ITEMSIZE[problem.dtype] % tma.ALIGNMENT:
+        return None
     box = tma.box(problem.dtype, layout.lengths["o"], layout.extents, layout.strides["o"], 64)
     return None if box is None else _map("o", 0, box)
 

@@ -793,6 +793,52 @@ def check_unforeseen_scores(dtype: str, d: int, m: int, n: int) -> None:
             assert relative.max(initial=0) <= allowed, (what, bias)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("options", [{}, {"softcap": 30.0}, {"key_bias": True}], ids=str)
+def test_scores_that_no_reference_of_a_block_foresees(dtype: str, d: int, options: dict[str, Any]) -> None:
+    """Of Hopper's forward, against the host: blocks come from the last to the first, and bet that none moves."""
+    m, n = 200, 1300
+    rng = np.random.default_rng(d)
+    q, k, v = (normal(rng, (rows, d), dtype).astype(np.float32) for rows in (m, n, n))
+    ones, slope = np.ones_like(q), np.linspace(-8, 8, n)[:, None] * np.ones(d)
+    at = {key: np.arange(n)[:, None] == key for key in (700, 703)}
+    adversaries = {
+        "falling": (ones, slope),
+        "rising": (ones, -slope),
+        "spike": (q, np.where(at[700], 60 * np.sign(q[0]), k)),
+        "steps": (ones, np.floor(slope)),
+        "infinite key": (q, np.where(at[700], np.inf, k)),
+        "NaN key": (q, np.where(at[700], np.nan, k)),
+        "NaN key that key_bias takes away": (q, np.where(at[703], np.nan, k)),
+        "far below": (np.abs(q) + 2, -np.abs(k) - 20),
+    }
+    bias = np.where(np.arange(n) % 7 == 3, -np.inf, rng.standard_normal(n) * 5).astype(np.float32)
+    on_host, on_gpu = dict(options), dict(options)
+    if "key_bias" in options:
+        on_host["key_bias"], on_gpu["key_bias"] = bias, put(BACKEND, bias)
+    for what, (a, b) in adversaries.items():
+        inputs = [x.astype(dtype_of(dtype)) for x in (a, b, v)]
+        with np.errstate(all="ignore"):
+            o, lse = cuflash.attention(*inputs, return_lse=True, **on_host)
+            s = d**-0.5 * (np.abs(inputs[0].astype(np.float64)) @ np.abs(inputs[1].astype(np.float64)).T)
+        with hopper_kernels() as launched:
+            results = cuflash.attention(*(put(BACKEND, x) for x in inputs), return_lse=True, **on_gpu)
+        assert set(launched) == {"sm90"}
+        got, got_lse = (BACKEND.get(x).astype(np.float64) for x in results)
+        o, lse = (x.astype(np.float64) for x in (o, lse))
+        most = float(np.max(s[np.isfinite(s)]))
+        # Of either side, and of p, which the kernel rounds.
+        allowed = 2 * reference.budget("float32", most) + 3 * reference.unit_roundoff(dtype_of(dtype))
+        assert np.array_equal(np.isnan(got), np.isnan(o)), what
+        there, finite = ~np.isnan(o), np.isfinite(lse)
+        assert np.abs(got[there] - o[there]).max(initial=0) <= allowed * np.abs(v).max(), what
+        assert np.array_equal(got_lse[~finite], lse[~finite], equal_nan=True), what
+        assert (np.abs(got_lse - lse) / (1 + np.abs(lse)))[finite].max(initial=0) <= 2 * reference.budget(
+            "float32", most
+        ), what
+
+
 @pytest.mark.parametrize("dtype", WIDE)
 @pytest.mark.parametrize("score", [0.0, 1e3, 1e5, 1e7, 1e9, 1e12])
 @pytest.mark.parametrize(("m", "n"), [(1, 400), (1, 12000), (3, 20011), (70, 3000)])

@@ -59,6 +59,14 @@ def test_o_has_a_map_where_the_copy_engine_can_write_it() -> None:
         assert found is None or (found.box is not None and found.box.strides[0] == rows and found.box.rows == 64)
 
 
+def test_o_has_no_map_where_its_rows_end_within_16_bytes() -> None:
+    """One row of 5 columns: the copy engine wrote 8."""
+    for m, e in ((1, 5), (100, 36)):
+        described = of_shape(m, 90, e, np.float16)
+        strides = {"q": described.q_strides, "k": described.k_strides, "v": described.v_strides, "o": (144 * m, 144, 2)}
+        assert hopper.output_map(described, memory.layout_of(described, strides)) is None
+
+
 def test_planes_are_made_where_they_pay() -> None:
     assert hopper.forward(of_shape(4096, 4096, 128), SMS, True)
     assert hopper.forward(of_shape(1, 1 << 20, 128), SMS, True) is None, "few queries"
