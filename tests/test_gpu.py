@@ -755,13 +755,15 @@ def check_unforeseen_scores(dtype: str, d: int, m: int, n: int) -> None:
         "spike": (q, np.where(last, 1e4, k)),
         "infinite key": (q, np.where(last, np.inf, k)),
         "NaN key": (q, np.where(last, np.nan, k)),
+        "NaN query": (np.where(one, np.nan, q), k),
+        "largest query": (np.sign(q) * largest, k / largest * 9),
+        "far below": (np.abs(q) + 20, -np.abs(k) - 1000),
+    }
+    early = {
         "early spike": (q, np.where(first, 1e4, k)),
         "infinite key in front": (q, np.where(first, np.inf, k)),
         "spike after what the first step foresees": (q, np.where(second, 1e4, k)),
         "NaN key after it": (q, np.where(second, np.nan, k)),
-        "NaN query": (np.where(one, np.nan, q), k),
-        "largest query": (np.sign(q) * largest, k / largest * 9),
-        "far below": (np.abs(q) + 20, -np.abs(k) - 1000),
     }
     biases = {
         "none": None,
@@ -769,9 +771,10 @@ def check_unforeseen_scores(dtype: str, d: int, m: int, n: int) -> None:
         "padded": np.where(np.arange(n) < n // 2, -np.inf, 0.0),
         "holes": np.where(np.arange(n) % 3 == 0, -np.inf, 0.0),
     }
-    for what, (a, b) in adversaries.items():
+    combinations = [(None, "none"), (2.0, "none"), (None, "far"), (None, "padded")], [(None, "none"), (None, "holes")]
+    for what, (a, b) in (adversaries | early).items():
         a, b = a.astype(dtype), b.astype(dtype)
-        for scale, bias in ((None, "none"), (2.0, "none"), (None, "far"), (None, "padded"), (None, "holes")):
+        for scale, bias in combinations[what in early]:
             on_host = {"scale": scale}
             if biases[bias] is not None:
                 on_host["key_bias"] = biases[bias].astype(acc_dtype(dtype))

@@ -129,9 +129,10 @@ LAYERS = (
         "planes.cuh",
     ),
     (
-        "score.cuh", "terms_*.cuh", "blocks.cuh", "order.cuh", "softmax*.cuh", "recompute.cuh", "warp_grid.cuh", "store*.cuh",
-        "red.cuh", "gemm*.cuh", "product.cuh", "pipeline*.cuh", "epilogue.cuh", "feature_tile.cuh", "narrow_*.cuh",
-        "row_sums.cuh", "dq_sums.cuh", "mask.cuh", "bases.cuh", "merge_splits.cuh", "key_*.cuh", "dense_keys.cuh",
+        "score.cuh", "terms_*.cuh", "blocks.cuh", "order.cuh", "softmax*.cuh", "recompute.cuh", "warp_grid.cuh",
+        "store*.cuh", "red.cuh", "gemm*.cuh", "product.cuh", "pipeline*.cuh", "epilogue.cuh", "feature_tile.cuh",
+        "narrow_*.cuh", "row_sums.cuh", "dq_sums.cuh", "mask.cuh", "bases.cuh", "merge_splits.cuh", "key_*.cuh",
+        "dense_keys.cuh",
     ),
     ("attention_*.cuh",),
     ("*.cu",),
