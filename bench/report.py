@@ -205,15 +205,23 @@ def few_features(timed: Sequence[Row]) -> list[str]:
 
 
 def ceilings(timed: Sequence[Row]) -> list[str]:
-    """What the card gave in the latest run that has it, in one line."""
-    latest = {(row["op"], row["dtype"], row["precision"]): row for row in sorted(timed, key=lambda row: row["run"])}
+    """What the card gave in these runs, the least and the most, in one line."""
+    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for row in timed:
+        if row["op"] in ("gemm", "copy"):
+            is_product = row["op"] == "gemm"
+            name = (row["precision"] or row["dtype"]) if is_product else ""
+            found[row["op"], name].append(row["tflops"] if is_product else row["gbs"] / 1e3)
+
+    def span(values: Sequence[float], digits: int) -> str:
+        least, most = (f"{value:.{digits}f}" for value in (min(values), max(values)))
+        return least if least == most else f"{least} to {most}"
+
     parts = [
-        f"{precision or dtype} matrix product {row['tflops']:.0f} TFLOP/s"
-        for (op, dtype, precision), row in latest.items()
-        if op == "gemm"
+        f"{name} matrix product {span(values, 0)} TFLOP/s" for (what, name), values in found.items() if what == "gemm"
     ]
-    parts += [f"copy {row['gbs'] / 1e3:.1f} TB/s" for (op, _, _), row in latest.items() if op == "copy"]
-    return [f"Ceilings in the same runs: {', '.join(parts)}."] if parts else []
+    parts += [f"copy {span(values, 1)} TB/s" for (what, _), values in found.items() if what == "copy"]
+    return [f"In the same runs, by cuBLAS through CuPy: {', '.join(parts)}."] if parts else []
 
 
 def cell(by_peer: Mapping[str, tuple[float, float, int]], peer: str) -> str:

@@ -57,6 +57,7 @@ def as_array(name: str, x: Any) -> Any:
         return x.view(np.ndarray)
     if isinstance(x, np.ma.MaskedArray):
         hint = "its mask would be lost; pass a plain array, and hide keys with key_bias=np.where(hidden, -np.inf, 0.0)"
+        hint += " in float32, or float64 for float64 arrays"
         raise _not_an_array(name, x, hint)
     if isinstance(x, (np.ndarray, np.generic)) or (_cupy_ndarray() is not None and isinstance(x, _cupy_ndarray())):
         raise _not_an_array(name, x, "subclasses of ndarray give operators another meaning; pass a plain array")
@@ -64,7 +65,8 @@ def as_array(name: str, x: Any) -> Any:
         return _from_dlpack(name, x)
     if hasattr(x, "__cuda_array_interface__"):
         return cupy().asarray(x)
-    raise _not_an_array(name, x, "convert it with numpy.asarray or cupy.asarray")
+    hint = "it must be given" if x is None else "convert it with numpy.asarray or cupy.asarray"
+    raise _not_an_array(name, x, hint)
 
 
 def _not_an_array(name: str, x: Any, hint: str) -> TypeError:

@@ -346,7 +346,8 @@ def _core_lengths(given: Mapping[str, _Meta]) -> tuple[int, int, int, int]:
     for name, x in given.items():
         least = 1 if name == "key_bias" else 2
         if len(x.shape) < least:
-            raise ValueError(f"{name} needs at least {least} axes, has {len(x.shape)}: {_shapes(given)}")
+            axes = "an axis" if least == 1 else f"{least} axes"
+            raise ValueError(f"{name} needs at least {axes}, has {len(x.shape)}: {_shapes(given)}")
     (m, d), (n, d_k) = given["q"].shape[-2:], given["k"].shape[-2:]
     if d != d_k:
         raise ValueError(f"q and k differ in features (axis -1), {d} and {d_k}: {_shapes(given)}; {AXES}")

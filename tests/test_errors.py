@@ -103,7 +103,7 @@ FORWARD: list[tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = [
     # shapes
     ({"q": zeros(4)}, ValueError, ("q needs at least 2 axes", "(4,)", "(2, 5, 4)", "(2, 5, 6)")),
     ({"v": np.array(1.0, F4)}, ValueError, ("v needs at least 2 axes", "()")),
-    ({"key_bias": np.array(1.0, F4)}, ValueError, ("key_bias needs at least 1", "()")),
+    ({"key_bias": np.array(1.0, F4)}, ValueError, ("key_bias needs at least an axis", "()")),
     ({"k": zeros(2, 5, 8)}, ValueError, ("features", "4 and 8", "(2, 3, 4)", "(2, 5, 8)", "(2, 5, 6)")),
     ({"q": zeros(2, 3, 0), "k": zeros(2, 5, 0)}, ValueError, ("no features", "(2, 3, 0)")),
     ({"v": zeros(2, 7, 6)}, ValueError, ("keys", "5 and 7", "(2, 3, 4)", "(2, 5, 4)", "(2, 7, 6)")),
