@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import cuflash
-from cuflash import compile
+from cuflash import cli_compile, compile
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -33,6 +33,12 @@ def test_the_examples_of_readme():
     result = doctest.testfile(str(README), module_relative=False)
     assert result.failed == 0
     assert result.attempted >= 20
+
+
+def test_readme_counts_the_kernels_of_an_architecture():
+    counts = {target: len(cli_compile._variants(target, None, None)) for target in compile.TARGETS}
+    hopper = counts.pop("90a")
+    assert f"{min(counts.values())} to {max(counts.values())} of them, Hopper {hopper}," in README.read_text()
 
 
 def test_readme_names_extras_commands_and_files_that_exist():
