@@ -84,20 +84,18 @@ NO_MAP = Map(0, 0, None, lambda address: bytes(params.TENSOR_MAP_BYTES))
 @lru_cache(maxsize=4096)
 def forward(problem: Problem, multiprocessors: int, plain: bool) -> Forward | None:
     """None where another kernel serves a problem better. ``plain``: it takes a variant without score terms."""
-    if problem.softcap is not None:
-        cap = problem.softcap
-        if not 1 / CAPS < cap < CAPS or abs(problem.scale) >= CAPS * cap:
-            return None
+    cap = problem.softcap
+    if cap is not None and (not 1 / CAPS < cap < CAPS or abs(problem.scale) >= CAPS * cap):
+        return None
     scores = _scores(problem)
     features, keys = max(problem.d, problem.e), scores / problem.m
-    capped = problem.softcap is not None
-    tile = tiles.sm90_forward(problem.dtype, problem.precision, features, keys, problem.has_value, capped)
+    tile = tiles.sm90_forward(problem.dtype, problem.precision, features, keys, problem.has_value, cap is not None)
     if tile is None:
         return None
     planes = params.planes(problem.dtype, problem.precision)
     if planes > 1 and features <= NARROW_PLANES:
         return None
-    copies = planes == 1 and not all(follows(problem, name) for name in _operands(problem))
+    copies = planes == 1 and not all(follows(problem, name) for name in operands(problem))
     if (planes > 1 or copies) and scores < WORTH_PLANES * (problem.m + 2 * problem.n):
         return None
     batch = math.prod(problem.inner_batch)
@@ -110,7 +108,7 @@ def forward(problem: Problem, multiprocessors: int, plain: bool) -> Forward | No
     return Forward(tile, plain, planes, count, section, copies, uneven and count > multiprocessors)
 
 
-def _operands(problem: Problem) -> str:
+def operands(problem: Problem) -> str:
     """The arrays that come in tiles."""
     return "qkv" if problem.has_value else "qk"
 
@@ -124,13 +122,13 @@ def _rows(problem: Problem, name: str) -> tuple[tuple[int, ...], int, int]:
     else:
         lengths = (problem.m if name == "q" else problem.n, problem.e if name == "v" else problem.d)
         itemsize = tiles.ITEMSIZE[problem.dtype]
-    return lengths, itemsize, -(-lengths[-1] * itemsize // tma.ALIGNMENT) * tma.ALIGNMENT
+    return lengths, itemsize, tma.aligned(lengths[-1] * itemsize)
 
 
 @lru_cache(maxsize=4096)
 def follows(problem: Problem, name: str) -> bool:
     """Whether the copy engine can follow the strides of q, k, v or key_bias."""
-    batch, strides = memory.batch_strides(problem, name)
+    batch, strides = memory.batch_and_strides(problem, name)
     lengths, itemsize, pitch = _rows(problem, name)
     if name == "key_bias" and pitch != lengths[-1] * itemsize:  # it brings whole 16 bytes
         return False
@@ -152,7 +150,7 @@ def with_copies(problem: Problem, names: tuple[str, ...]) -> Problem:
         for length in lengths[-2::-1]:
             strides.insert(0, step)
             step *= length
-        batch, _ = memory.batch_strides(problem, name)
+        batch, _ = memory.batch_and_strides(problem, name)
         for length, own in zip(batch[::-1], memory.own_batch(problem, name)[::-1], strict=True):
             strides.insert(0, step if own == length else 0)
             step *= own
@@ -204,7 +202,7 @@ def _own_count(problem: Problem, name: str) -> int:
 def maps(problem: Problem, layout: memory.Layout, taken: Forward) -> tuple[Map, ...] | None:
     """The maps of q, k and v in the kernel's order, None where the copy engine cannot follow an array."""
     found = []
-    for name in _operands(problem):
+    for name in operands(problem):
         tensor, dtype = (f"{name}_planes", "bfloat16") if taken.planes > 1 else (name, problem.dtype)
         rows = taken.tile.block_m if name == "q" else taken.tile.block_n
         box = tma.box(dtype, layout.lengths[tensor], layout.extents, layout.strides[tensor], rows)

@@ -234,7 +234,7 @@ def _stream_id(pointer: int) -> int:
 
 def _copied(problem: Problem, sm90: hopper.Forward, key_bias: int) -> tuple[str, ...]:
     """Arrays that are copied for the copy engine, given the address of key_bias."""
-    names = tuple("qkv" if problem.has_value else "qk") if sm90.copies else ()
+    names = tuple(hopper.operands(problem)) if sm90.copies else ()
     if problem.has_key_bias and (key_bias % tma.ALIGNMENT or not hopper.follows(problem, "key_bias")):
         names += ("key_bias",)
     return names
@@ -248,7 +248,7 @@ def _copy(x: Any, batch: memory.Strides, workspace: Any, address: int) -> None:
     bits = np.dtype(f"u{x.dtype.itemsize}")  # whatever the numbers are
     own = x[tuple(slice(length) for length in batch)].view(bits)
     *shape, cols = own.shape
-    pitch = -(-cols * bits.itemsize // tma.ALIGNMENT) * tma.ALIGNMENT
+    pitch = tma.aligned(cols * bits.itemsize)
     start = address - workspace.data.ptr
     room = workspace[start : start + math.prod(shape) * pitch].view(bits).reshape((*shape, pitch // bits.itemsize))
     cupy.copyto(room[..., :cols], own)

@@ -41,7 +41,7 @@ PLANES = ("q_planes", "k_planes", "v_planes")
 """Arrays of the workspace: q, k and v in 16-bit planes."""
 
 
-def batch_strides(problem: Problem, name: str) -> tuple[Strides, Strides]:
+def batch_and_strides(problem: Problem, name: str) -> tuple[Strides, Strides]:
     """Batch shape of q, k, v or key_bias, and the array's strides in bytes; both empty where it is absent."""
     prefix = "bias" if name == "key_bias" else name
     return getattr(problem, f"{prefix}_batch") or (), getattr(problem, f"{prefix}_strides") or ()
@@ -49,7 +49,7 @@ def batch_strides(problem: Problem, name: str) -> tuple[Strides, Strides]:
 
 def own_batch(problem: Problem, name: str) -> Strides:
     """Batch shape of q, k, v or key_bias with 1 where an axis is a view of the same rows again and again."""
-    batch, strides = batch_strides(problem, name)
+    batch, strides = batch_and_strides(problem, name)
     return tuple(1 if stride == 0 else extent for extent, stride in zip(batch, strides, strict=False))
 
 

@@ -21,6 +21,11 @@ PANEL_COLUMNS = 64
 _WORDS = struct.Struct("<16Q")
 
 
+def aligned(nbytes: int) -> int:
+    """Bytes from row to row where each begins as the copy engine needs it."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
 class Box(NamedTuple):
     """An array of 16-bit elements as one operand of a kernel, but for its address."""
 

@@ -787,13 +787,19 @@ def check_unforeseen_scores(dtype: str, d: int, m: int, n: int) -> None:
             # Of either side: each rounds.
             most = float(np.max(s[np.isfinite(s)], initial=0)) + (1e6 if bias == "far" else 0)
             allowed = 2 * reference.budget(dtype, most)
-            assert np.array_equal(np.isnan(got), np.isnan(o)), (what, bias)
-            finite, there = np.isfinite(lse), ~np.isnan(o)
-            assert np.array_equal(got_lse[~finite], lse[~finite], equal_nan=True), (what, bias)
-            with np.errstate(over="ignore"):
-                assert np.abs(got[there] - o[there]).max(initial=0) <= allowed * np.abs(v).max(), (what, bias)
-                relative = np.abs(got_lse[finite] - lse[finite]) / (1 + np.abs(lse[finite]))
-            assert relative.max(initial=0) <= allowed, (what, bias)
+            same_as_on_host((got, got_lse), (o, lse), allowed * np.abs(v).max(), allowed, (what, bias))
+
+
+def same_as_on_host(got: Any, on_host: Any, allowed: float, allowed_lse: float, what: Any) -> None:
+    """Two (o, lse): NaN and infinities in the same places, o within ``allowed``, lse within a part of 1 + |lse|."""
+    (o, lse), (host_o, host_lse) = got, on_host
+    assert np.array_equal(np.isnan(o), np.isnan(host_o)), what
+    finite, there = np.isfinite(host_lse), ~np.isnan(host_o)
+    assert np.array_equal(lse[~finite], host_lse[~finite], equal_nan=True), what
+    with np.errstate(over="ignore"):
+        assert np.abs(o[there] - host_o[there]).max(initial=0) <= allowed, what
+        relative = np.abs(lse[finite] - host_lse[finite]) / (1 + np.abs(host_lse[finite]))
+    assert relative.max(initial=0) <= allowed_lse, what
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -828,18 +834,12 @@ def test_scores_that_no_reference_of_a_block_foresees(dtype: str, d: int, option
         with hopper_kernels() as launched:
             results = cuflash.attention(*(put(BACKEND, x) for x in inputs), return_lse=True, **on_gpu)
         assert set(launched) == {"sm90"}
-        got, got_lse = (BACKEND.get(x).astype(np.float64) for x in results)
-        o, lse = (x.astype(np.float64) for x in (o, lse))
+        got, wanted = ([x.astype(np.float64) for x in pair] for pair in (map(BACKEND.get, results), (o, lse)))
         most = float(np.max(s[np.isfinite(s)]))
         # Of either side, and of p, which the kernel rounds.
-        allowed = 2 * reference.budget("float32", most) + 3 * reference.unit_roundoff(dtype_of(dtype))
-        assert np.array_equal(np.isnan(got), np.isnan(o)), what
-        there, finite = ~np.isnan(o), np.isfinite(lse)
-        assert np.abs(got[there] - o[there]).max(initial=0) <= allowed * np.abs(v).max(), what
-        assert np.array_equal(got_lse[~finite], lse[~finite], equal_nan=True), what
-        assert (np.abs(got_lse - lse) / (1 + np.abs(lse)))[finite].max(initial=0) <= 2 * reference.budget(
-            "float32", most
-        ), what
+        allowed_lse = 2 * reference.budget("float32", most)
+        allowed = allowed_lse + 3 * reference.unit_roundoff(dtype_of(dtype))
+        same_as_on_host(got, wanted, allowed * np.abs(v).max(), allowed_lse, what)
 
 
 @pytest.mark.parametrize("dtype", WIDE)
