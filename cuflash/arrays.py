@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -232,39 +233,54 @@ def require_whole_elements(name: str, x: Any) -> None:
         )
 
 
+@functools.lru_cache(maxsize=4096)
+def _reach(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:
+    """How far an array's first byte and the one past its last are from its address; 0 without elements."""
+    if 0 in shape:
+        return 0, 0
+    steps = [(length - 1) * stride for length, stride in zip(shape, strides, strict=True)]
+    return sum(step for step in steps if step < 0), sum(step for step in steps if step > 0) + itemsize
+
+
 def extent(x: Any) -> tuple[int, int]:
     """First address of an array and the one past its last; empty for an array without elements."""
-    low = high = _pointer(x)
-    if x.size == 0:
-        return low, low
-    for length, stride in zip(x.shape, x.strides, strict=True):
-        if stride < 0:
-            low += (length - 1) * stride
-        else:
-            high += (length - 1) * stride
-    return low, high + x.dtype.itemsize
+    address, (low, high) = _pointer(x), _reach(x.shape, x.strides, x.dtype.itemsize)
+    return address + low, address + high
 
 
 def overlap(a: Any, b: Any) -> bool:
     """Whether two arrays of one device have a byte in common. Device memory is not read."""
-    (a_low, a_high), (b_low, b_high) = extent(a), extent(b)
-    if a_low >= b_high or b_low >= a_high or a_low == a_high or b_low == b_high:
-        return False
-    return _share(np.asarray(_Addresses(a)), np.asarray(_Addresses(b)))
+    return first_overlap(a, {"b": b}) is not None
+
+
+def first_overlap(x: Any, others: Mapping[str, Any]) -> str | None:
+    """The name of the first of other arrays that has a byte in common with an array of the same device."""
+    low, high = extent(x)
+    for name, other in others.items():
+        other_low, other_high = extent(other)
+        apart = low >= other_high or other_low >= high or low == high or other_low == other_high
+        if not apart and _share(np.asarray(_Addresses(x)), np.asarray(_Addresses(other))):
+            return name
+    return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _steps_clear(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
+    """Whether no two elements share memory because each axis steps over all that the finer ones reach."""
+    if 0 in shape:
+        return True
+    reach = itemsize
+    for stride, length in sorted((abs(s), length) for s, length in zip(strides, shape, strict=True) if length > 1):
+        if stride < reach:
+            return False
+        reach += (length - 1) * stride
+    return True
 
 
 def overlaps_itself(x: Any) -> bool:
     """Whether two elements of an array share memory, as in a broadcast view."""
-    reach = x.dtype.itemsize
-    axes = sorted((abs(stride), length) for length, stride in zip(x.shape, x.strides, strict=True) if length > 1)
-    if x.size == 0:
+    if _steps_clear(x.shape, x.strides, x.dtype.itemsize):
         return False
-    for stride, length in axes:
-        if stride < reach:
-            break
-        reach += (length - 1) * stride
-    else:
-        return False  # each axis steps over everything that the finer ones reach
     # Two elements that coincide differ on a first axis; shifted along the axes, one of them is at 0 there, and both are
     # at 0 on the axes before it.
     addresses: np.ndarray[Any, Any] = np.asarray(_Addresses(x))

@@ -94,34 +94,32 @@ def forward(x: Inputs, want_o: bool, want_lse: bool, out: Any, workspace: Any) -
     problem = x.problem
     wanted = (problem.o,) * want_o + (problem.lse,) * want_lse
     operation = "attention" if want_o else "attention_lse"
-    if problem.device >= 0:
-        launcher().check(problem, operation)
+    found = launcher().check(problem, operation) if problem.device >= 0 else None
     results, workspace = _check_out(problem, operation, wanted, out, workspace, (x,))
     with arrays.current(problem.device):
         filled = _allocate(problem, wanted, results)
-        _fill_forward(x, filled[0] if want_o else None, filled[-1] if want_lse else None, workspace)
+        _fill_forward(x, filled[0] if want_o else None, filled[-1] if want_lse else None, workspace, found)
     return tuple(filled) if out is None else _returned(out, filled)
 
 
 def backward(x: Inputs, up: Upstream, need: Need, out: Any, workspace: Any) -> tuple[Any, ...]:
     """(dq, dk[, dv][, dkey_bias]) with None for what is not asked for; entries of ``out`` are returned themselves."""
     problem = x.problem
-    if problem.device >= 0:
-        launcher().check(problem, "attention_backward")
+    found = launcher().check(problem, "attention_backward") if problem.device >= 0 else None
     everything = (problem.dq, problem.dk, problem.dv, problem.dkey_bias)
     wanted = [r if asked else None for r, asked in zip(everything, need, strict=True) if r is not None]
     results, workspace = _check_out(problem, "attention_backward", wanted, out, workspace, (x, up))
     with arrays.current(problem.device):
         filled = _allocate(problem, wanted, results)
         rest = iter(filled)
-        _fill_backward(x, up, [next(rest) if r is not None else None for r in everything], workspace)
+        _fill_backward(x, up, [next(rest) if r is not None else None for r in everything], workspace, found)
     return tuple(filled) if out is None else _returned(out, filled)
 
 
 def _returned(out: Any, filled: Sequence[Any]) -> tuple[Any, ...]:
     """The caller's own arrays where there are some: a memory-mapped file was written through a plain view of it."""
     given = out if isinstance(out, tuple) else (out,)
-    return tuple(plain if mine is None else mine for plain, mine in zip(filled, given, strict=True))
+    return tuple([plain if mine is None else mine for plain, mine in zip(filled, given, strict=True)])
 
 
 def _allocate(problem: Problem, wanted: Sequence[Result | None], results: Sequence[Any] | None) -> list[Any]:
@@ -144,7 +142,7 @@ def _check_out(
     if out is None and workspace is None:
         return None, None
     where = {"q": problem.device}
-    named = [entry for source in sources for entry in source._asdict().items()]
+    named = [entry for source in sources for entry in zip(source._fields, source, strict=True)]
     used = {name: x for name, x in named if x is not None and name != "problem"}
     results = None if out is None else check_results(wanted, out, where, used)
     if workspace is not None:
@@ -165,13 +163,12 @@ def check_results(
     wanted: Sequence[Result | None], out: Any, where: Mapping[str, int], used: dict[str, Any]
 ) -> list[Any]:
     """The arrays of ``out=`` as plain arrays, None where one is to be allocated; they are added to ``used``."""
-    names = ", ".join("None" if r is None else r.name for r in wanted)
     if not isinstance(out, tuple):
         if len(wanted) > 1:
-            raise TypeError(f"out must be a tuple ({names}), got {type(out).__name__}")
+            raise TypeError(f"out must be a tuple ({_names(wanted)}), got {type(out).__name__}")
         out = (out,)
     if len(out) != len(wanted):
-        raise ValueError(f"out must have {len(wanted)} entries ({names}), got {len(out)}")
+        raise ValueError(f"out must have {len(wanted)} entries ({_names(wanted)}), got {len(out)}")
     plain: list[Any] = []
     for position, (like, x) in enumerate(zip(wanted, out, strict=True)):
         if x is None:
@@ -185,6 +182,10 @@ def check_results(
     return plain
 
 
+def _names(wanted: Sequence[Result | None]) -> str:
+    return ", ".join("None" if r is None else r.name for r in wanted)
+
+
 def _check_writable(name: str, x: Any, like: Result, where: Mapping[str, int], used: Mapping[str, Any]) -> Any:
     if not arrays.is_array(x):
         raise TypeError(f"{name} must be a numpy.ndarray or a cupy.ndarray, got {type(x).__name__}")
@@ -194,13 +195,13 @@ def _check_writable(name: str, x: Any, like: Result, where: Mapping[str, int], u
         raise ValueError(f"{name} is read-only")
     if arrays.overlaps_itself(plain):
         raise ValueError(f"elements of {name} share memory: shape {plain.shape}, strides {plain.strides}")
-    for other, y in used.items():
-        if arrays.overlap(plain, y):
-            raise ValueError(f"{name} shares memory with {other}")
+    if (other := arrays.first_overlap(plain, used)) is not None:
+        raise ValueError(f"{name} shares memory with {other}")
     return plain
 
 
-def _fill_forward(x: Inputs, o: Any, lse: Any, workspace: Any) -> None:
+def _fill_forward(x: Inputs, o: Any, lse: Any, workspace: Any, found: Any) -> None:
+    """``found``: what the launcher's check has returned."""
     problem = x.problem
     if problem.empty:
         _zero(o)
@@ -215,12 +216,12 @@ def _fill_forward(x: Inputs, o: Any, lse: Any, workspace: Any) -> None:
         o = None
     inner = (*_inner_inputs(problem, x, v), problem.split_heads(o, 2), problem.split_heads(lse, 1))
     if problem.device >= 0:
-        launcher().forward(problem, *inner, workspace)
+        launcher().forward(problem, *inner, workspace, found)
     else:
         host.forward(*inner, scale=problem.scale, band=problem.band, softcap=problem.softcap)
 
 
-def _fill_backward(x: Inputs, up: Upstream, gradients: Sequence[Any], workspace: Any) -> None:
+def _fill_backward(x: Inputs, up: Upstream, gradients: Sequence[Any], workspace: Any, found: Any) -> None:
     problem, (dq, dk, dv, dkey_bias) = x.problem, gradients
     v, do, o, dlse = x.v, up.do, up.o, up.dlse
     if do is None or problem.e == 0:
@@ -246,7 +247,7 @@ def _fill_backward(x: Inputs, up: Upstream, gradients: Sequence[Any], workspace:
         problem.split_heads(dkey_bias, 1),
     )
     if problem.device >= 0:
-        launcher().backward(problem, *inner, workspace)
+        launcher().backward(problem, *inner, workspace, found)
     else:
         host.backward(*inner, scale=problem.scale, band=problem.band, softcap=problem.softcap)
 

@@ -1,8 +1,8 @@
 """From a problem and its arrays to kernels in a stream.
 
 Everything that depends only on shapes, strides, options and the alignment of pointers is planned once and cached:
-which variant, which grid, the constant part of its parameters. A warm call looks the plan up, packs the pointers and
-launches.
+which variant, which grid, the constant part of its parameters, what memory it needs. A warm call looks the plan up,
+packs the pointers, which is cached as well, and launches.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -20,11 +21,14 @@ from cuflash import compile, few, hopper, memory, params, tiles, tma
 from cuflash.problem import Problem
 
 LOG2E = math.log2(math.e)
+_CLAIMS, _SPLIT_ROWS = (len(params.TENSORS) + params.SCRATCH.index(name) for name in ("claims", "split_rows"))
+"""Where they are among the pointers of a call."""
 _MERGE_PARAMS = np.dtype(f"V{params.MERGE_SIZE}")
 
 
-class _Launch(NamedTuple):
-    """One kernel of a call, ready but for the pointers."""
+@dataclass(frozen=True, eq=False)
+class _Launch:
+    """One kernel of a call, ready but for the pointers; equal to itself alone, which is quick to find out."""
 
     kernel: Any
     variant: compile.Variant
@@ -35,6 +39,28 @@ class _Launch(NamedTuple):
     maps: tuple[hopper.Map, ...]
     packed: np.dtype[Any]
     """Of the parameters, as one scalar."""
+
+
+class _Needs(NamedTuple):
+    """Memory that a call needs beside its arrays."""
+
+    nbytes: int
+    """Of scratch memory, whose parts begin at distances from a multiple of 16."""
+    parts: tuple[tuple[int, int], ...] = ()
+    """Which pointers name a part of it, and where that begins."""
+    copies: tuple[tuple[int, memory.Strides], ...] = ()
+    """Which of the arrays are first copied to their parts, and batch shapes of these copies."""
+    counts: int = 0
+    """Bytes of counters, in which the kernel finds zeros and leaves zeros."""
+    counts_at: int = 0
+    """Where they begin in the scratch memory of a call that may overlap others of its stream."""
+
+
+class _Forward(NamedTuple):
+    """What a forward does, but for the pointers."""
+
+    launches: tuple[_Launch, ...]
+    needs: _Needs | None = None
 
 
 class _Bits(NamedTuple):
@@ -57,9 +83,12 @@ class _Bits(NamedTuple):
             )
 
 
-def check(problem: Problem, operation: str) -> None:
-    """Raise NotImplementedError for a valid problem that no kernel serves, before anything is allocated."""
-    _check(problem, operation, _families(problem.device).portable)
+def check(problem: Problem, operation: str) -> Families:
+    """Raise NotImplementedError for a valid problem that no kernel serves, before anything is allocated; the families
+    of those that do."""
+    families = _families(problem.device)
+    _check(problem, operation, families.portable)
+    return families
 
 
 @lru_cache(maxsize=4096)
@@ -110,13 +139,13 @@ def workspace_nbytes(problem: Problem, operation: str) -> int:
     return memory.workspace_of(problem, _fused_tile(problem, families.portable)).nbytes
 
 
-def _few(problem: Problem, families: _Families) -> tuple[few.Few, ...]:
+def _few(problem: Problem, families: Families) -> tuple[few.Few, ...]:
     """The kernels for few features that can take a problem, best first."""
     device = problem.device
     return few.forwards(problem, _target(device), families.portable, families.hopper, _multiprocessors(device))
 
 
-def _sm90(problem: Problem, families: _Families) -> hopper.Forward | None:
+def _sm90(problem: Problem, families: Families) -> hopper.Forward | None:
     """How the forward of the sm90 family takes a problem, None where another kernel does."""
     if not families.hopper or _few(problem, families):
         return None
@@ -133,56 +162,56 @@ def _fused_tile(problem: Problem, family: str) -> tiles.Tile | None:
     return None if head_dim is None else tiles.tile(tiles.FUSED, dtype, head_dim, "16", True, target, family)
 
 
-def forward(problem: Problem, q: Any, k: Any, v: Any, key_bias: Any, o: Any, lse: Any, workspace: Any) -> None:
-    """Fill o and lse (either may be None) from inner views."""
-    pointers = [0 if x is None else x.data.ptr for x in (q, k, v, key_bias, o, lse)]
-    inputs, vectors = (pointers[0] | pointers[1] | pointers[2]) & 15, (pointers[3] | pointers[5]) & 15
+def forward(
+    problem: Problem, q: Any, k: Any, v: Any, key_bias: Any, o: Any, lse: Any, workspace: Any,
+    families: Families | None = None,
+) -> None:  # fmt: skip
+    """Fill o and lse (either may be None) from inner views; ``families`` as of `check`."""
+    arrays = (q, k, v, key_bias, o, lse)
+    pointers = [0 if x is None else x.data.ptr for x in arrays]
     # The problem knows the strides of the inputs.
     o_strides, lse_strides = None if o is None else o.strides, None if lse is None else lse.strides
-    bits, families = _Bits(inputs, pointers[4] & 15, vectors), _families(problem.device)
-    sm90, kernels = _sm90(problem, families), _few(problem, families)
-    key_bits = (pointers[1] & 15, pointers[2] & 15, pointers[3] & 15) if kernels else ()
-    copied = _copied(problem, sm90, pointers[3]) if sm90 else ()
-    plan = _plan_forward(problem, families, sm90, o_strides, lse_strides, bits, key_bits, copied)
-    others = [0] * (len(params.TENSORS) - len(pointers))
-    counters, claims, zeros = None, 0, (0, 0)
-    if sm90 and plan[-1].maps:
-        parts = hopper.scratch(problem, sm90)
-        if sm90.claims:
-            counters, claims = _counters(problem.device, hopper.CLAIMS_NBYTES)
-        if sm90.planes > 1 or copied or (sm90.claims and counters is None):
-            workspace, start = _scratch(workspace, parts.nbytes)
-            others[-3:] = [start + parts.q, start + parts.k, start + parts.v]
-            for at, (name, x) in enumerate({"q": q, "k": k, "v": v, "key_bias": key_bias}.items()):
-                if name in copied:
-                    pointers[at] = start + getattr(parts, name)
-                    _copy(x, memory.own_batch(problem, name), workspace, pointers[at])
-            if sm90.claims and counters is None:
-                claims, zeros = start + parts.claims, (start + parts.claims, hopper.CLAIMS_NBYTES)
-        pointers += [*others, claims]
-    elif taken := next((kernel for kernel in kernels if kernel.variant == plan[0].variant), None):
-        merged = few.scratch(problem, taken)
-        if merged.nbytes:
-            workspace, start = _scratch(workspace, merged.nbytes)
-            if taken.merges:
-                counters, claims = _counters(problem.device, merged.split_rows)  # which the counts come before
-                if counters is None:
-                    claims, zeros = start, (start, merged.split_rows)
-            pointers += [*others, claims, start + merged.split_rows]
-    _run(plan, pointers, *zeros)
+    bits = tuple([pointer & 15 for pointer in pointers])
+    launches, needs = _plan_forward(problem, families or _families(problem.device), o_strides, lse_strides, bits)
+    if needs is None:
+        _run(launches, pointers)
+        return
+    _held, zeros, nbytes = _provide(needs, problem.device, arrays, pointers, workspace)
+    _run(launches, pointers, zeros, nbytes)
+
+
+def _provide(
+    needs: _Needs, device: int, arrays: Sequence[Any], pointers: list[int], workspace: Any
+) -> tuple[Any, int, int]:
+    """Bring what a call needs, and add it to its pointers: what is to be held until the launch, and where how many
+    bytes are to be set to zero before it."""
+    pointers += [0] * (len(params.TENSORS) + len(params.SCRATCH) - len(pointers))
+    counters, claims = _counters(device, needs.counts) if needs.counts else (None, 0)
+    own_counts = needs.counts if counters is None else 0
+    if needs.parts or own_counts:
+        workspace, start = _scratch(workspace, needs.nbytes)
+        for index, offset in needs.parts:
+            pointers[index] = start + offset
+        for index, batch in needs.copies:
+            _copy(arrays[index], batch, workspace, pointers[index])
+        if own_counts:
+            claims = start + needs.counts_at
+    pointers[_CLAIMS] = claims
+    return (workspace, counters), claims, own_counts
 
 
 def backward(
     problem: Problem, q: Any, k: Any, v: Any, key_bias: Any, do: Any, o: Any, lse: Any, dlse: Any,
-    dq: Any, dk: Any, dv: Any, dkey_bias: Any, workspace: Any,
+    dq: Any, dk: Any, dv: Any, dkey_bias: Any, workspace: Any, families: Families | None = None,
 ) -> None:  # fmt: skip
-    """Fill those of dq, dk, dv and dkey_bias that are not None from inner views."""
+    """Fill those of dq, dk, dv and dkey_bias that are not None from inner views; ``families`` as of `check`."""
     inputs, strides = _describe((q, k, v, key_bias, o, lse, do, dlse))
     results, result_strides = _describe((dq, dk, dv, dkey_bias))
     tiles_in, rows_in = inputs[0] | inputs[1] | inputs[2] | inputs[6], inputs[4] | inputs[6]
     vectors = inputs[3] | inputs[5] | inputs[7] | results[3]
     bits = (_Bits(tiles_in & 15, rows_in & 15, vectors & 15), *(x & 15 for x in results[:3]))
-    plan = _plan_backward(problem, _families(problem.device).portable, strides + result_strides, *bits)
+    family = (families or _families(problem.device)).portable
+    plan = _plan_backward(problem, family, strides + result_strides, *bits)
     fused = next((launch.variant.tile for launch in plan if launch.variant.operation == tiles.FUSED), None)
     parts = memory.workspace_of(problem, fused)
     workspace, row_lse = _scratch(workspace, parts.nbytes)
@@ -223,21 +252,15 @@ def _counters(device: int, nbytes: int) -> tuple[Any, int]:
 
 
 def _stream_id(pointer: int) -> int:
-    """A number that no other stream of the process has or will have."""
+    """A number that no other stream of a device has or will have."""
+    if pointer == 0:  # the default stream, which stays
+        return -1
     from cuda.bindings import driver
 
     status, number = driver.cuStreamGetId(pointer)
     if int(status) != 0:
         raise RuntimeError(f"the driver does not know the current stream, {pointer:#x}: {status.name}")
     return int(number)
-
-
-def _copied(problem: Problem, sm90: hopper.Forward, key_bias: int) -> tuple[str, ...]:
-    """Arrays that are copied for the copy engine, given the address of key_bias."""
-    names = tuple(hopper.operands(problem)) if sm90.copies else ()
-    if problem.has_key_bias and (key_bias % tma.ALIGNMENT or not hopper.follows(problem, "key_bias")):
-        names += ("key_bias",)
-    return names
 
 
 def _copy(x: Any, batch: memory.Strides, workspace: Any, address: int) -> None:
@@ -275,21 +298,26 @@ def _describe(arrays: Sequence[Any]) -> tuple[list[int], tuple[memory.Strides | 
     return pointers, tuple([None if x is None else x.strides for x in arrays])
 
 
+@lru_cache(maxsize=1024)
+def _arguments(launch: _Launch, pointers: tuple[int, ...]) -> tuple[Any]:
+    """What a kernel takes, those of late kept: calls tend to find memory where others before them had it."""
+    maps = b"".join([encode(pointers[tensor] + offset) for tensor, offset, _, encode in launch.maps])
+    return (np.frombuffer(maps + params.pack(pointers, launch.tail), launch.packed)[0],)
+
+
 def _run(plan: Sequence[_Launch], pointers: Sequence[int], zeros: int = 0, nbytes: int = 0) -> None:
     """Enqueue the kernels, and before them zeros for so many bytes from an address on."""
-    packed = []  # before results are written: the driver may refuse a tensor map
-    for launch in plan:
-        maps = b"".join([encode(pointers[tensor] + offset) for tensor, offset, _, encode in launch.maps])
-        packed.append(np.frombuffer(maps + params.pack(pointers, launch.tail), launch.packed)[0])
+    addresses = tuple(pointers)
+    arguments = [_arguments(launch, addresses) for launch in plan]  # first: the driver may refuse a tensor map
     if nbytes:
         import cupy
 
         cupy.cuda.runtime.memsetAsync(zeros, 0, nbytes, cupy.cuda.get_current_stream().ptr)
     log = os.environ.get("CUFLASH_LOG") == "1"
-    for launch, parameters in zip(plan, packed, strict=True):
+    for launch, own in zip(plan, arguments, strict=True):
         if log:
             print(f"cuflash: {launch.variant}, grid {launch.grid[0]}", file=sys.stderr)
-        launch.kernel(launch.grid, launch.block, (parameters,), shared_mem=launch.smem_bytes)
+        launch.kernel(launch.grid, launch.block, own, shared_mem=launch.smem_bytes)
 
 
 # Plans
@@ -298,42 +326,47 @@ def _run(plan: Sequence[_Launch], pointers: Sequence[int], zeros: int = 0, nbyte
 @lru_cache(maxsize=4096)
 def _plan_forward(
     problem: Problem,
-    families: _Families,
-    sm90: hopper.Forward | None,
+    families: Families,
     o_strides: memory.Strides | None,
     lse_strides: memory.Strides | None,
-    bits: _Bits,
-    key_bits: tuple[int, ...],
-    copied: tuple[str, ...] = (),
-) -> tuple[_Launch, ...]:
-    bits.check(problem.dtype)
+    bits: tuple[int, ...],
+) -> _Forward:
+    """``bits``: of the addresses of q, k, v, key_bias, o and lse those below 16."""
+    q, k, v, key_bias, o, lse = bits
+    alike = _Bits(q | k | v, o, key_bias | lse)
+    alike.check(problem.dtype)
     results = {"o": o_strides, "lse": lse_strides}
-    if sm90:
-        taken = hopper.with_copies(problem, copied) if copied else problem
-        aligned = sm90.planes > 1 or sm90.copies or bits.loads % tma.ALIGNMENT == 0
-        if aligned and (plan := _plan_sm90(taken, sm90, {**_input_strides(taken), **results}, bits)):
-            return plan
-    given = {**_input_strides(problem), **results}
-    layout = memory.layout_of(problem, given)
+    sm90 = _sm90(problem, families)
+    if sm90 and (plan := _plan_sm90(problem, sm90, results, alike, key_bias)):
+        return plan
+    layout = memory.layout_of(problem, {**_input_strides(problem), **results})
     for kernel in _few(problem, families):
-        if few.takes(kernel, problem, layout, key_bits):
+        if few.takes(kernel, problem, layout, (k, v, key_bias)):
             return _plan_few(problem, families.portable, layout, kernel)
-    load = memory.load_kind(problem.dtype, layout, ("q", "k", "v"), bits.loads)
+    load = memory.load_kind(problem.dtype, layout, ("q", "k", "v"), alike.loads)
     variant = _variant(problem, "attention_forward", families.portable, load)
     blocks = -(-problem.m // variant.tile.block_m)
-    vector = memory.load_kind(problem.dtype, layout, ("o",), bits.rows) == "16"
-    return (_launch(problem, variant, layout, blocks, store_vector=vector),)
+    vector = memory.load_kind(problem.dtype, layout, ("o",), alike.rows) == "16"
+    return _Forward((_launch(problem, variant, layout, blocks, store_vector=vector),))
 
 
 def _plan_sm90(
-    problem: Problem, sm90: hopper.Forward, given: Mapping[str, memory.Strides | None], bits: _Bits
-) -> tuple[_Launch, ...] | None:
+    problem: Problem,
+    sm90: hopper.Forward,
+    results: Mapping[str, memory.Strides | None],
+    bits: _Bits,
+    key_bias_bits: int,
+) -> _Forward | None:
     """None where the copy engine cannot follow the arrays."""
+    if bits.loads % tma.ALIGNMENT and sm90.planes == 1 and not sm90.copies:
+        return None
+    copied = _copied(problem, sm90, key_bias_bits)
+    taken = hopper.with_copies(problem, copied) if copied else problem
     try:
-        layout = memory.layout_of(problem, given, planes=sm90.planes > 1)
+        layout = memory.layout_of(taken, {**_input_strides(taken), **results}, planes=sm90.planes > 1)
     except NotImplementedError:  # planes have batch axes of their own
         return None
-    maps = hopper.maps(problem, layout, sm90)
+    maps = hopper.maps(taken, layout, sm90)
     if maps is None:
         return None
     vector = memory.load_kind(problem.dtype, layout, ("o",), bits.rows) == "16"
@@ -341,13 +374,37 @@ def _plan_sm90(
     output = None
     if problem.has_value and sm90.tile.q_stages > 1 and bits.rows % tma.ALIGNMENT == 0:
         output = hopper.output_map(problem, layout)
-    launch = _launch(problem, main, layout, 1, store_vector=vector, section=sm90.section, maps=maps, output=output)
-    launch = launch._replace(grid=(min(sm90.tiles, _multiprocessors(problem.device)),))
-    if sm90.planes == 1:
-        return (launch,)
-    split = tiles.row_variant("attention_planes", problem.dtype, "strided", "90a", "sm90", problem.precision)
-    blocks = -(-hopper.plane_warps(problem) // split.tile.warps)
-    return _launch(problem, split, layout, 1)._replace(grid=(blocks,)), launch
+    ctas = min(sm90.tiles, _multiprocessors(problem.device))
+    section = sm90.section
+    launches = [_launch(taken, main, layout, store_vector=vector, section=section, maps=maps, output=output, ctas=ctas)]
+    if sm90.planes > 1:
+        split = tiles.row_variant("attention_planes", problem.dtype, "strided", "90a", "sm90", problem.precision)
+        launches.insert(0, _launch(taken, split, layout, ctas=-(-hopper.plane_warps(taken) // split.tile.warps)))
+    return _Forward(tuple(launches), _sm90_needs(problem, sm90, copied))
+
+
+def _copied(problem: Problem, sm90: hopper.Forward, key_bias_bits: int) -> tuple[str, ...]:
+    """Arrays that are copied for the copy engine, given the address of key_bias."""
+    names = tuple(hopper.operands(problem)) if sm90.copies else ()
+    if problem.has_key_bias and (key_bias_bits % tma.ALIGNMENT or not hopper.follows(problem, "key_bias")):
+        names += ("key_bias",)
+    return names
+
+
+def _sm90_needs(problem: Problem, sm90: hopper.Forward, copied: tuple[str, ...]) -> _Needs | None:
+    if sm90.planes == 1 and not copied and not sm90.claims:
+        return None
+    scratch = hopper.scratch(problem, sm90)
+    begins = scratch._asdict()
+    parts = {f"{name}_planes": begins[name] for name in "qkv"} if sm90.planes > 1 else {}
+    parts |= {name: begins[name] for name in copied}
+    return _Needs(
+        scratch.nbytes,
+        tuple((params.TENSORS.index(name), begin) for name, begin in parts.items()),
+        tuple((params.TENSORS.index(name), memory.own_batch(problem, name)) for name in copied),
+        hopper.CLAIMS_NBYTES if sm90.claims else 0,
+        scratch.claims,
+    )
 
 
 def _sm90_terms(problem: Problem, plain: bool) -> tuple[str, ...]:
@@ -358,16 +415,21 @@ def _sm90_terms(problem: Problem, plain: bool) -> tuple[str, ...]:
     return tuple(term for term in compile.SCORE_TERMS if has[term])
 
 
-def _plan_few(problem: Problem, family: str, layout: memory.Layout, kernel: few.Few) -> tuple[_Launch, ...]:
+def _plan_few(problem: Problem, family: str, layout: memory.Layout, kernel: few.Few) -> _Forward:
     variant, key_warps, row_blocks, splits = kernel
     main = _launch(problem, variant, layout, row_blocks * splits, splits=splits, key_warps=key_warps)
-    if splits == 1 or kernel.merges:
-        return (main,)
+    if splits == 1:
+        return _Forward((main,))
+    begin, nbytes = few.scratch(problem, kernel)
+    parts = ((_SPLIT_ROWS, begin),)
+    if kernel.merges:
+        return _Forward((main,), _Needs(nbytes, parts, counts=begin))  # which the counts come before
     merge = _row_variant(problem, "attention_merge_splits", family, "strided")
     rows, warps = math.prod(layout.extents) * problem.m, merge.tile.warps
     shared = warps if splits > 32 else 1  # warps that share a row: its splits are more than lanes
-    merging = _launch(problem, merge, layout, 1, splits=splits, key_warps=shared)
-    return main, merging._replace(grid=(-(-rows * shared // warps),))
+    ctas = -(-rows * shared // warps)
+    merging = _launch(problem, merge, layout, splits=splits, key_warps=shared, ctas=ctas)
+    return _Forward((main, merging), _Needs(nbytes, parts))
 
 
 _BACKWARD_TENSORS = (
@@ -498,7 +560,7 @@ def _launch(
     problem: Problem,
     variant: compile.Variant,
     layout: memory.Layout,
-    blocks: int,
+    blocks: int = 1,
     loop: tuple[int, ...] = (),
     need: int = 0,
     store_vector: bool = False,
@@ -507,10 +569,12 @@ def _launch(
     section: int = 1,
     maps: tuple[hopper.Map, ...] = (),
     output: hopper.Map | None = None,
+    ctas: int | None = None,
 ) -> _Launch:
+    """``ctas``: of the grid, where they are not so many ``blocks`` for each batch position."""
     grid_extents = [1 if i in loop else layout.extents[i] for i in range(memory.MAX_BATCH_AXES)]
     loop_extents = [layout.extents[i] if i in loop else 1 for i in range(memory.MAX_BATCH_AXES)]
-    grid = blocks * math.prod(grid_extents)
+    grid = blocks * math.prod(grid_extents) if ctas is None else ctas
     if grid > params.MAX_INT or math.prod(loop_extents) > params.MAX_INT:
         raise NotImplementedError(
             f"{variant.operation} would need {grid} blocks, a launch has at most {params.MAX_INT}"
@@ -555,7 +619,7 @@ def _multiprocessors(device: int) -> int:
     return int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
 
 
-class _Families(NamedTuple):
+class Families(NamedTuple):
     """The kernel families that a device uses."""
 
     portable: str
@@ -564,23 +628,23 @@ class _Families(NamedTuple):
     """Whether it has the sm90 family, and nobody asked for another."""
 
 
-def _families(device: int) -> _Families:
+def _families(device: int) -> Families:
     """By ``CUFLASH_FAMILY``, which may change from call to call, else the best."""
     return _families_of(os.environ.get("CUFLASH_FAMILY") or None, device)
 
 
 @lru_cache
-def _families_of(asked: str | None, device: int) -> _Families:
+def _families_of(asked: str | None, device: int) -> Families:
     target = _target(device)
     if asked is None:
-        return _Families(tiles.best_family(target), target == "90a")
+        return Families(tiles.best_family(target), target == "90a")
     if asked not in ("sm75", "sm80", "sm90"):
         raise ValueError(f"CUFLASH_FAMILY must be sm75, sm80 or sm90, got {asked!r}")
     if asked == "sm80" and target == "75":
         raise NotImplementedError("CUFLASH_FAMILY=sm80 needs compute capability 8.0, the device has 7.5")
     if asked == "sm90" and target != "90a":
         raise NotImplementedError(f"CUFLASH_FAMILY=sm90 needs compute capability 9.0, this is sm_{target}")
-    return _Families("sm80", True) if asked == "sm90" else _Families(asked, False)
+    return Families("sm80", True) if asked == "sm90" else Families(asked, False)
 
 
 # Merge

@@ -146,7 +146,7 @@ class Launcher:
         return {"attention": 16, "attention_lse": 32, "attention_backward": 64}[operation]
 
     def forward(self, problem: Problem, *args: Any) -> None:
-        *inner, workspace = args
+        *inner, workspace, _ = args
         self._enter("forward", problem, inner, workspace)
         q, k, v, key_bias, o, lse = inner
         self._check_inner(problem, {"q": q, "k": k, "v": v, "key_bias": key_bias})
@@ -156,7 +156,7 @@ class Launcher:
         host.forward(*map(memory, inner), scale=problem.scale, band=problem.band, softcap=problem.softcap)
 
     def backward(self, problem: Problem, *args: Any) -> None:
-        *inner, workspace = args
+        *inner, workspace, _ = args
         self._enter("backward", problem, inner, workspace)
         q, k, v, key_bias, do, o, _, dlse, *_ = inner
         self._check_inner(problem, {"q": q, "k": k, "v": v, "key_bias": key_bias})
