@@ -314,10 +314,10 @@ def _run(plan: Sequence[_Launch], pointers: Sequence[int], zeros: int = 0, nbyte
 
         cupy.cuda.runtime.memsetAsync(zeros, 0, nbytes, cupy.cuda.get_current_stream().ptr)
     log = os.environ.get("CUFLASH_LOG") == "1"
-    for launch, own in zip(plan, arguments, strict=True):
+    for launch, taken in zip(plan, arguments, strict=True):
         if log:
             print(f"cuflash: {launch.variant}, grid {launch.grid[0]}", file=sys.stderr)
-        launch.kernel(launch.grid, launch.block, own, shared_mem=launch.smem_bytes)
+        launch.kernel(launch.grid, launch.block, taken, shared_mem=launch.smem_bytes)
 
 
 # Plans

@@ -5,6 +5,8 @@ A pretended CuPy hands it NumPy memory; kernels are neither compiled nor run.
 
 from __future__ import annotations
 
+import os
+import struct
 import sys
 import types
 from typing import Any, ClassVar
@@ -43,6 +45,7 @@ class Pretended:
         self.grids: list[int] = []
         self.claims: list[int] = []  # where each launch counts
         self.zeroed: list[tuple[int, int]] = []  # by memset: where, and how many bytes
+        self.parameters = b""  # of the last launch
         self.stream = types.SimpleNamespace(ptr=0, is_capturing=lambda: False)
         patch.setitem(sys.modules, "cupy", self.cupy())
         patch.delitem(sys.modules, "cupyx", raising=False)  # may wait to be loaded, which hypothesis would set off
@@ -80,6 +83,7 @@ class Pretended:
             assert shared_mem == variant.smem_bytes <= tiles.SMEM_LIMIT[variant.target]
             self.launched.append(variant)
             self.grids.append(grid[0])
+            self.parameters = arguments[0].tobytes()
             at = params.TENSOR_MAP_BYTES * variant.maps + 8 * (len(params.TENSORS) + params.SCRATCH.index("claims"))
             self.claims.append(int.from_bytes(arguments[0].tobytes()[at : at + 8], "little"))
 
@@ -134,6 +138,30 @@ def test_a_family_never_gets_what_was_planned_for_another(device: Pretended, dty
         for call in calls_of(dtype, deterministic=deterministic):
             call()
         assert {variant.family for variant in device.launched} == {family}
+
+
+def test_parameters_name_the_arrays_of_their_call(device: Pretended) -> None:
+    """Those of earlier calls are kept."""
+    device.become("sm80", "90a")
+    first, second = ([on_gpu(np.zeros((3, 16), np.float16)) for _ in "qkv"] for _ in range(2))
+    for inputs in (first, second, first, (second[0], *first[1:])):
+        cuflash.attention(*inputs)
+        assert struct.unpack("<3Q", device.parameters[:24]) == tuple(x.data.ptr for x in inputs)
+
+
+def test_a_call_asks_the_environment_once_for_each_variable(device: Pretended, monkeypatch: Any) -> None:
+    """To ask takes a microsecond."""
+    device.become("sm90", "90a")
+    asked: list[str] = []
+    known = os.environ.get
+    everywhere = types.SimpleNamespace(get=lambda name: asked.append(name) or known(name))
+    for call in calls_of("float16"):
+        call()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "environ", everywhere)
+            call()
+        assert sorted(asked[-2:]) == ["CUFLASH_FAMILY", "CUFLASH_LOG"]
+    assert len(asked) == 2 * len(calls_of("float16"))
 
 
 # What a target serves at least: any less is a change of what users are promised.
