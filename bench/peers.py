@@ -227,12 +227,17 @@ def _sdpa(backend: str) -> Callable[[Problem, Inputs, str, str], Prepared]:
 
         if problem.causal and problem.seqlen != problem.seqlen_k:
             raise Unsupported("is_causal is aligned top-left")
-        grouped = {"enable_gqa": True} if problem.kv_heads != problem.heads else {}
+        if problem.causal and problem.key_bias:
+            raise Unsupported("is_causal excludes attn_mask")
+        more: dict[str, Any] = {"enable_gqa": True} if problem.kv_heads != problem.heads else {}
+        if problem.key_bias:  # in the dtype of q, which some backends take it for unseen
+            bias = to_torch(from_float32(x.key_bias, problem.dtype))[..., None, :]
+            more["attn_mask"] = bias.expand(*bias.shape[:-2], problem.seqlen, -1)
         chosen = getattr(SDPBackend, backend)
 
         def forward(q: Any, k: Any, v: Any) -> Any:
             with sdpa_kernel(chosen):
-                return scaled_dot_product_attention(q, k, v, is_causal=problem.causal, **grouped)
+                return scaled_dot_product_attention(q, k, v, is_causal=problem.causal, **more)
 
         tf32 = problem.precision == "tf32"
         with torch_tf32(tf32):
@@ -248,9 +253,11 @@ def _sdpa(backend: str) -> Callable[[Problem, Inputs, str, str], Prepared]:
 
 
 peer("sdpa_flash", needs=("cupy", "torch"))(_sdpa("FLASH_ATTENTION"))
-peer("sdpa_cudnn", needs=("cupy", "torch"))(_sdpa("CUDNN_ATTENTION"))
-peer("sdpa_efficient", needs=("cupy", "torch"), dtypes=(*HALF, "float32"))(_sdpa("EFFICIENT_ATTENTION"))
-peer("sdpa_math", needs=("cupy", "torch"), dtypes=DTYPES, options=("precision",), dense=True)(_sdpa("MATH"))
+peer("sdpa_cudnn", needs=("cupy", "torch"), options=("key_bias",))(_sdpa("CUDNN_ATTENTION"))
+peer("sdpa_efficient", needs=("cupy", "torch"), dtypes=(*HALF, "float32"), options=("key_bias",))(
+    _sdpa("EFFICIENT_ATTENTION")
+)
+peer("sdpa_math", needs=("cupy", "torch"), dtypes=DTYPES, options=("precision", "key_bias"), dense=True)(_sdpa("MATH"))
 
 
 def sequence_first(a: Any) -> Any:

@@ -375,8 +375,9 @@ def _plan_sm90(
     if problem.has_value and sm90.tile.q_stages > 1 and bits.rows % tma.ALIGNMENT == 0:
         output = hopper.output_map(problem, layout)
     ctas = min(sm90.tiles, _multiprocessors(problem.device))
-    section = sm90.section
-    launches = [_launch(taken, main, layout, store_vector=vector, section=section, maps=maps, output=output, ctas=ctas)]
+    launches = [
+        _launch(taken, main, layout, store_vector=vector, sections=sm90.sections, maps=maps, output=output, ctas=ctas)
+    ]
     if sm90.planes > 1:
         split = tiles.row_variant("attention_planes", problem.dtype, "strided", "90a", "sm90", problem.precision)
         launches.insert(0, _launch(taken, split, layout, ctas=-(-hopper.plane_warps(taken) // split.tile.warps)))
@@ -566,7 +567,7 @@ def _launch(
     store_vector: bool = False,
     splits: int = 1,
     key_warps: int = 1,
-    section: int = 1,
+    sections: int = 1,
     maps: tuple[hopper.Map, ...] = (),
     output: hopper.Map | None = None,
     ctas: int | None = None,
@@ -584,7 +585,7 @@ def _launch(
     ints |= {"seqlen_q": problem.m, "seqlen_k": problem.n, "head_dim": problem.d, "value_dim": problem.e}
     ints |= {"band_lo": problem.band.lo, "band_hi": problem.band.hi}
     ints |= {"need": need, "store_vector": int(store_vector), "splits": splits, "key_warps": key_warps}
-    ints |= {"section": section, "store_map": int(output is not None)}
+    ints |= {"sections": sections, "store_map": int(output is not None)}
     # What the kernel's scores are to be multiplied by.
     rest = 1.0 if variant.prescaled else problem.scale
     if variant.family == "sm90" and variant.scores == ("Softcap",) and problem.softcap is not None:

@@ -53,7 +53,9 @@ def accumulator_bytes(dtype: str) -> int:
 
 
 SM90_BIAS_STAGES = 4
-"""Buffers of key_bias in the sm90 forward."""
+"""Buffers of key_bias in the sm_90 forward."""
+SM90_WORKS = 3
+"""Records of tiles in the sm_90 forward."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,8 @@ class Tile:
     ``column_warps`` share a row of scores; with less than 8 features for each, a forward's keep keys of their own to
     the end. ``low_bits``: which float32 tiles are kept with what tensor cores ignore of their elements: 1 those read
     row by row, 2 the forward's V, too. ``resident``: of the portable forward and the narrow kernels, how many CTAs the
-    registers of an SM are to hold. ``q_stages``: buffers of Q in the sm_90 forward.
+    registers of an SM are to hold. ``q_stages``: buffers of Q in the sm_90 forward; three are a ring of those of one
+    warpgroup's rows.
     """
 
     head_dim: int
@@ -88,6 +91,11 @@ class Tile:
     @property
     def threads(self) -> int:
         return 32 * self.warps
+
+    @property
+    def q_rows(self) -> int:
+        """Rows of a buffer of Q in the sm_90 forward."""
+        return 64 if self.q_stages == 3 else self.block_m
 
     def smem_bytes(self, operation: str, dtype: str, precision: str | None = None, family: str = "sm80") -> int:
         """Dynamic shared memory: ``sizeof(SharedStorage)`` of the kernel, which static_asserts that it agrees."""
@@ -137,12 +145,13 @@ class Tile:
             return 2 * planes * rows * -(-cols // 64) * 64
 
         k, v = panels(self.block_n, self.head_dim), panels(self.block_n, self.value_dim)
-        barriers = 16 * (self.q_stages + 2 * self.stages + SM90_BIAS_STAGES) + 16  # and where a row of key_bias is
-        q = self.q_stages * panels(self.block_m, self.head_dim)
+        barriers = 16 * (self.q_stages + 2 * self.stages + SM90_BIAS_STAGES)
+        barriers += 8 * SM90_WORKS + 8  # and where a row of key_bias is
+        q = self.q_stages * panels(self.q_rows, self.head_dim)
         bias = 4 * SM90_BIAS_STAGES * self.block_n
         bias += 0 if self.value_dim else 16  # and tiles of nothing
-        work = 16 * (2 + self.block_m // 64 + 1)
-        nbytes = q + self.stages * (k + v) + bias + barriers + work * (self.q_stages + 1)
+        work = SM90_WORKS * 16 * (2 + self.block_m // 64 + 1)
+        nbytes = q + self.stages * (k + v) + bias + barriers + work
         return -(-nbytes // 1024) * 1024  # panels begin at multiples of 1024 bytes
 
     def _sm90_narrow_bytes(self, itemsize: int) -> int:
@@ -352,10 +361,12 @@ def _sm90_rows(*rows: tuple[int, int, int, int, int]) -> dict[int, Tile]:
 SM90_FORWARD: dict[tuple[str, str | None], dict[int, Tile]] = {
     ("16 bits", None): _sm90_rows(
         (64, 192, 96, 3, 2),  # 5 to 10 percent over 128 keys, whose registers leave no room for bets
-        (96, 128, 128, 2, 2),  # S 4096 4 percent over 192 rows of 96 keys, causal 8
-        (128, 128, 128, 2, 2),  # 64 keys 10 to 15 percent behind; 160, and three stages with one Q, too
-        (192, 128, 96, 2, 1),  # no room for a second Q
-        (256, 128, 64, 2, 1),  # causal 10 percent over 80 keys at S 512, 1 from 2048 on; full equal
+        # A ring of Q is 4 percent over two whole ones from S 4096 on, and equal before.
+        (96, 128, 128, 2, 3),  # S 4096 4 percent over 192 rows of 96 keys, causal 8
+        (128, 128, 128, 2, 3),  # 64 keys 10 to 15 percent behind; 160, and three stages with one Q, too
+        # No room for two: the ring is 5 to 13 percent over one Q, most at S 512.
+        (192, 128, 96, 2, 3),  # three stages of 64 keys, or 80 keys and two Q, within a percent
+        (256, 128, 64, 2, 3),  # causal 10 percent over 80 keys at S 512, 1 from 2048 on; full equal
     ),
     ("float32", None): _sm90_rows(
         (64, 128, 96, 2, 1),  # as three warpgroups, or 64 keys
@@ -454,10 +465,11 @@ PRECISE: dict[tuple[str | None, str], dict[int, dict[int, Tile]]] = {
 """Rows of a precision in place of its dtype's, for variants without score terms, by class of shared memory."""
 
 SPILLS = {
-    # In the producer, which has 24 to 40 registers (56 beside three consumers): coordinates, read again once a block,
-    # and what it has at hand while it works out the next tile; most of it with key_bias.
+    # In the producer, which has 40 registers (32 or 56 beside three consumers): coordinates, read again once a block,
+    # and what it has at hand while it works out the next tile; most of it with key_bias. Of wide tiles with a softcap
+    # the consumers spill, too: what they have between blocks.
     **{("16 bits", "attention_forward_sm90", d): 128 for d in (64, 96, 128)},
-    **{("16 bits", "attention_forward_sm90", d): 464 for d in (192, 256)},  # 388 by 13.0
+    **{("16 bits", "attention_forward_sm90", d): 464 for d in (192, 256)},  # with softcap in all; 40 without
     **{("float32", "attention_forward_sm90", d): 288 for d in (64, 128)},  # 24 by 13.0
     ("16 bits", FUSED, 64): 64,  # in order 1.14 of FlashAttention-2; 1.04 with the next best row
     ("16 bits", FUSED, 128): 64,  # 1.23 against 1.08

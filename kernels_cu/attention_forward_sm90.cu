@@ -20,8 +20,9 @@ namespace cuflash {
 constexpr int kConsumers = kTile.warps / 4 - 1, kStages = kTile.stages, kQStages = kTile.q_stages;
 static_assert(kTile.block_m == 64 * kConsumers, "each consumer warpgroup has 64 rows");
 // Of each thread: with two warpgroups of consumers all of 504, with three of 512.
-constexpr int kProducerRegisters = kConsumers == 2 ? (kTile.value_dim > 128 ? 24 : 40)
-                                                   : (kTile.block_n + kTile.value_dim > 160 ? 32 : 56),
+constexpr int kProducerRegisters = kConsumers == 2                         ? 40
+                                   : kTile.block_n + kTile.value_dim > 160 ? 32
+                                                                           : 56,
               kConsumerRegisters = ((kConsumers == 2 ? 504 : 512) - kProducerRegisters) / kConsumers;
 constexpr bool kHasValue = kTile.value_dim > 0;  // or lse alone
 // Sums of three planes stay in the tensor cores for one block: those cut off what ordinary additions round.
@@ -29,12 +30,29 @@ constexpr bool kFreshSums = kPlanes == 3;
 // These fill the registers, and their products last so long that the other warpgroup's softmax runs under them anyway.
 constexpr bool kOverlaps = !kFreshSums && kHasValue;
 // With a second Q, the first scores of a tile are formed under the last output and the epilogue of the one before.
-constexpr bool kCrossTiles = kQStages == 2;
+constexpr bool kCrossTiles = kQStages > 1;
+// Half of a second Q does, too: each warpgroup's rows have a buffer of their own, from a ring of three. The first one's
+// of the next tile are there early; the second's come where the first's were, whose last scores are formed half a step
+// before its own, and two steps of products before it needs them.
+constexpr bool kSplitQ = kQStages == 3;
+constexpr int kQFills = kSplitQ ? kConsumers : 1;  // copies of Q a tile
+constexpr int kQRows = kTile.block_m / kQFills;
+static_assert(!kSplitQ || kConsumers == 2, "a ring of three is for two warpgroups");
+// Records of tiles: the producer works out the next one while that of the tile before is still read.
+constexpr int kWorks = 3;
+// Barriers of the CTA: from 1 on kConsumers of a warpgroup and its storer, then as many of turns, then, where Q is
+// split, those that o waits for.
+constexpr int kSecondScored = 2 * kConsumers + 1, kFirstStored = kSecondScored + 1;
 // Warpgroups issue their products in turns, so that the softmax of one runs under the products of another.
 constexpr bool kTakeTurns = kOverlaps && kPlanes == 1;
-// Blocks without a mask bet that no reference moves, where the registers hold scores beside p. More features than 128
-// gained nothing by it.
-constexpr bool kBets = kOverlaps && kPlanes == 1 && kTile.value_dim <= 128 && (kConsumers == 2 || kTile.block_n <= 96);
+// Blocks without a mask bet that no reference moves, where the registers hold scores beside p.
+constexpr bool kBets = kOverlaps && kPlanes == 1 && (kConsumers == 2 || kTile.block_n <= 96);
+// A softcap's are on raw scores, where they are within one of so many series. With wide values and beside key_bias the
+// second would spill: beyond the first, bets there are on scores that have been formed.
+constexpr int kSeries = !kBets || !kSoftcap ? 0 : kTile.value_dim > 128 || kKeyBias ? 1 : 2;
+// Pairs of p that a bet forms under the last output, half of them. No gain where that output is there at once, of few
+// features, or weights are in the registers.
+constexpr int kEarly = kSeries == 2 || (!kSoftcap && !kKeyBias && kTile.value_dim > 64) ? kTile.block_n / 8 : 0;
 // One piece of code for blocks with and without a mask: two make warpgroups of 160 registers spill.
 constexpr bool kOneLoop = kConsumers == 3;
 // The scale is part of the terms, not of the exponent, where key_bias is: of softcap alone the cap is there.
@@ -55,7 +73,7 @@ constexpr bool kLeavesOut = kTakeTurns && kTile.block_n < kTile.block_m && kStag
 constexpr int kMostLeftOut = kLeavesOut ? min_of(kStages - 1, ceil_div(kTile.block_m - 64, kTile.block_n)) : 0;
 static_assert(kMostLeftOut < kBiasStages);
 
-using QTile = PanelTile<kTile.block_m, kTile.head_dim>;
+using QTile = PanelTile<kQRows, kTile.head_dim>;
 using KTile = PanelTile<kTile.block_n, kTile.head_dim>;
 struct NoTile {};
 // Where there are no values the narrowest rows stand in their place, of which nothing is made.
@@ -63,7 +81,8 @@ constexpr int kValueDim = kHasValue ? kTile.value_dim : 64;
 using VTile = ConditionalType<kHasValue, PanelTile<kTile.block_n, kValueDim>, NoTile>;
 using Scores = Fragment<1, kTile.block_n>;
 using OutputRows = Fragment<1, kValueDim>;
-using StagedRows = SharedTile<Output, kTile.block_m, 64 * ceil_div(kValueDim, 64)>;
+using Bias = BlockBias<kTile.block_n>;
+using StagedRows = SharedTile<Output, kQRows, 64 * ceil_div(kValueDim, 64)>;
 
 // A tile of query rows, the key blocks that they see, and which of those a warpgroup visits: to leave out the first
 // ones is not worth its while.
@@ -96,17 +115,18 @@ struct alignas(16) TileWork {
 };
 
 struct SharedStorage {
-  Planes<QTile> q[kQStages];  // o, later, where there are two
+  Planes<QTile> q[kQStages];  // o, later, where there is more than one
   Planes<KTile> k[kStages];
   Planes<VTile> v[kStages];
-  BlockBias<kTile.block_n> key_bias[kBiasStages];
+  Bias key_bias[kBiasStages];
   BufferBarriers q_barriers[kQStages], k_barriers[kStages], v_barriers[kStages], bias_barriers[kBiasStages];
-  const float* key_bias_row;    // the producer's: of the tile's batch position
-  TileWork work[kQStages + 1];  // of tiles whose Q is in a buffer, and the next; of no rows after the last
+  u64 work_read[kWorks];      // the record is there when the tile's Q is
+  const float* key_bias_row;  // the producer's: of the tile's batch position
+  TileWork work[kWorks];      // of no rows after the last
 };
 static_assert(!kCrossTiles || (sizeof(StagedRows) <= sizeof(Planes<QTile>) && sizeof(Output) == 2),
               "o is staged where q was, by pairs");
-static_assert(StagedRows::kRowBytes == 128,
+static_assert(kSplitQ || StagedRows::kRowBytes == 128,
               "each warp's rows of o where its own rows of q were: no other's are in use");
 static_assert(sizeof(SharedStorage) == kSmemBytes, "the tile table counts the same bytes");
 
@@ -129,10 +149,11 @@ __device__ __forceinline__ void produce(const TmaParams& tma, SharedStorage& sme
     if (params.claims != nullptr) claimed = atomicInc(params.claims, tiles - 1);
   };
   const auto step_to_claimed = [&] { tile = int(gridDim.x) + (params.claims == nullptr ? tile : claimed); };
-  PipelineState<kQStages + 1> w;
+  PipelineState<kWorks> w;
   // The first tile from this one on that sees keys; or returns false after the last.
   const auto find_tile = [&] {
     TileWork& work = smem.work[w.stage];
+    mbarrier_wait(smem.work_read[w.stage], w.parity ^ 1);
     while (tile < tiles) {
       work.locate(params, tile);
       if (work.has_keys()) {
@@ -171,13 +192,13 @@ __device__ __forceinline__ void produce(const TmaParams& tma, SharedStorage& sme
         v.next();
       }
     };
-    const auto fill_q = [&] {
-      fill(smem.q[q.stage], smem.q_barriers[q.stage], q.parity, tma.q, row0, batch, q_stride);
+    const auto fill_q = [&](int number) {
+      fill(smem.q[q.stage], smem.q_barriers[q.stage], q.parity, tma.q, row0 + kQRows * number, batch, q_stride);
       q.next();
     };
-    if constexpr (kCrossTiles) fill_q();
+    if constexpr (kCrossTiles) fill_q(0);
     fill_k();
-    if constexpr (!kCrossTiles) fill_q();  // its buffer is the last to become empty
+    if constexpr (!kCrossTiles || kSplitQ) fill_q(kQFills - 1);  // its buffer is the last to become empty
     // The divisions of the next tile are made when one K of this one is still to be copied, or none.
     bool is_first = true, found = false;
     for (;; is_first = false) {
@@ -197,12 +218,16 @@ __device__ __forceinline__ void produce(const TmaParams& tma, SharedStorage& sme
       more = find_tile();
     }
   }
-  mbarrier_wait(smem.q_barriers[q.stage].empty, q.parity ^ 1);
   smem.work[w.stage].rows = 0;
-  mbarrier_arrive(smem.q_barriers[q.stage].full);
+#pragma unroll
+  for (int i = 0; i < kQFills; ++i) {
+    mbarrier_wait(smem.q_barriers[q.stage].empty, q.parity ^ 1);
+    mbarrier_arrive(smem.q_barriers[q.stage].full);
+    q.next();
+  }
 }
 
-// The consumers are warpgroups 1 to kConsumers: as many barriers of one, then as many of a turn.
+// The consumers are warpgroups 1 to kConsumers.
 __device__ __forceinline__ int warpgroup() { return threadIdx.x / 128; }
 __device__ __forceinline__ bool leads_warpgroup() { return threadIdx.x % 128 == 0; }
 __device__ __forceinline__ void take_turn() {
@@ -214,12 +239,15 @@ __device__ __forceinline__ void pass_turn() {
 
 // With a second Q, a warp of the producer's warpgroup stands by each of the consumers': it has the copy engine write o
 // and gives up the buffer of Q where o lay. That it has seen to the tile before is known to the consumers, as they have
-// waited for the Q that came into its buffer.
+// waited for the Q that came into its buffer. Where Q is split, both consumers' o goes by way of the second one's
+// buffer, one after the other: the last storer gives it up, into which the first one's Q of the tile after the next
+// comes; the first storer tells the second consumer.
 __device__ __forceinline__ void store_tiles(const TmaParams& tma, SharedStorage& smem) {
   const int group = warp_id() - 1;
   PipelineState<kQStages> q;
-  PipelineState<kQStages + 1> w;
-  for (;; q.next(), w.next()) {
+  q.stage = kQFills - 1;
+  PipelineState<kWorks> w;
+  for (;; q.template advance<kQFills>(), w.next()) {
     mbarrier_wait(smem.q_barriers[q.stage].full, q.parity);
     const TileWork& work = smem.work[w.stage];
     if (work.rows == 0) return;
@@ -230,15 +258,18 @@ __device__ __forceinline__ void store_tiles(const TmaParams& tma, SharedStorage&
         int at[3];
         batch_on_map(at, work.batch, tma.params.o_stride);
 #pragma unroll
-        for (int panel = 0; panel < StagedRows::kChunks / 8; ++panel)
-          tma_store(tma.o, staged.address(64 * group, panel * 8 * StagedRows::kChunk), panel * 8 * StagedRows::kChunk,
-                    work.row0 + 64 * group, at);
+        for (int panel = 0; panel < StagedRows::kChunks / 8; ++panel) {
+          const int col = panel * 8 * StagedRows::kChunk;
+          tma_store(tma.o, staged.address(kSplitQ ? 0 : 64 * group, col), col, work.row0 + 64 * group, at);
+        }
         tma_store_commit();
         tma_store_wait_read();
       }
-      mbarrier_arrive(smem.q_barriers[q.stage].empty);
+      if (!kSplitQ || group == 1) mbarrier_arrive(smem.q_barriers[q.stage].empty);
     }
     __syncwarp();
+    if (kSplitQ && group == 0) barrier_arrive<160>(kFirstStored);
+    mbarrier_arrive(smem.work_read[w.stage]);
   }
 }
 
@@ -270,11 +301,17 @@ __device__ __forceinline__ void store_empty_tiles(const Params& params, int warp
     TileWork work;
     work.locate(params, tile);
     if (work.has_keys()) continue;
-    OutputRows o;
-    o.clear();
-    const Accumulator sum[2] = {0, 0};
-    finish_rows(o, OnlineSoftmax<1>(params.exponent_scale), sum, params, work.batch, work.row0 + warp_row0, true);
-    store_o(params, work.batch, work.row0 + warp_row0, o);
+    const int row0 = work.row0 + warp_row0;
+#pragma unroll 1
+    for (int row = row0; row < min_of(row0 + 16, params.seqlen_q); ++row) {
+      if constexpr (kHasValue) {
+        Output* o = base<Output>(params.o, params.o_stride, work.batch) + row * params.o_stride.row;
+#pragma unroll 1
+        for (int col = lane_id(); col < params.value_dim; col += 32) o[col * params.o_stride.col] = Output{};
+      }
+      if (params.lse != nullptr && lane_id() == 0)
+        base<Accumulator>(params.lse, params.lse_stride, work.batch)[row * params.lse_stride.row] = neg_inf();
+    }
   }
 }
 
@@ -288,13 +325,20 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
     if (leads_warpgroup()) mbarrier_arrive(empty);
   };
   PipelineState<kQStages> q;
-  PipelineState<kQStages + 1> w;
+  if constexpr (kSplitQ) q.stage = group;
+  PipelineState<kWorks> w;
   PipelineState<kStages> k, v;
   PipelineState<kBiasStages> bias;
   Scores s;
-  const float tangent_factor = kSoftcap ? Tangent::factor(params) : 0;
-  const auto issue_scores = [&] { issue_nt<kTile.head_dim>(s, smem.q[q.stage], group_row0, smem.k[k.stage]); };
+  Tangent tangent(params);
+  const auto issue_scores = [&] {
+    issue_nt<kTile.head_dim>(s, smem.q[q.stage], kSplitQ ? 0 : group_row0, smem.k[k.stage]);
+  };
+  const auto wait_for_bias = [&] {
+    if (kKeyBias && params.key_bias != nullptr) mbarrier_wait(smem.bias_barriers[bias.stage].full, bias.parity);
+  };
   const auto release_bias = [&] {
+    if (!kKeyBias || params.key_bias == nullptr) return;
     __syncwarp();  // all lanes have read it
     if (lane_id() == 0) mbarrier_arrive(smem.bias_barriers[bias.stage].empty);
     bias.next();
@@ -360,15 +404,20 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
         o.for_each_with(fresh, [&](Accumulator& x, Accumulator& more, int, int, int) { x = begins ? more : x + more; });
       begins = false;
     };
-    const auto add_terms = [&] {
+    const auto finish_scores = [&] {
       release(smem.k_barriers[k.stage].empty);
       k.next();
-      if constexpr (kSoftcap) Tangent::apply(s, tangent_factor);
-      if constexpr (kKeyBias) {
-        if (params.key_bias != nullptr) mbarrier_wait(smem.bias_barriers[bias.stage].full, bias.parity);
-        smem.key_bias[bias.stage].add(s, kSoftcap ? params.softcap : params.scale);
-        if (params.key_bias != nullptr) release_bias();
+      if (kSplitQ && block == blocks.begin) {
+        if (group == 0) {
+          release(smem.q_barriers[q.stage].empty);
+        } else {
+          barrier_arrive<256>(kSecondScored);
+        }
       }
+    };
+    const auto add_terms = [&] {
+      if constexpr (kSoftcap) tangent.apply<kBets>(s);
+      if constexpr (kKeyBias) smem.key_bias[bias.stage].add(s, kSoftcap ? params.softcap : params.scale);
     };
     const auto scores_to_p = [&](bool masked) {
       if (masked) mask_by_limits(s, params, row0, block * kTile.block_n);
@@ -381,25 +430,75 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
       issue_scores();
       if constexpr (kOverlaps) issue_output();
       pass_turn();
+      wait_for_bias();
+      Bias::OfLane weights;  // for a bet, read while products are formed
+      if constexpr (kKeyBias && kBets) {
+        if (!masked) smem.key_bias[bias.stage].load(weights);
+      }
+      const Tangent::Exponents<LowSeries> low_series(tangent);
       wgmma_wait<kOverlaps>(s);
-      add_terms();
+      finish_scores();
       const auto finish = [&] {
         if constexpr (kOverlaps) {
           wgmma_wait<0>(sums);
           finish_output();
         }
       };
-      const bool finishes_first = kBets && (kOneLoop || !masked);  // a bet writes p, which that product reads
+      // p, of which the output before is formed, is free when that is finished: before a bet, within it, or in the end.
+      const bool bets = kBets && !masked, finishes_last = !kBets || (!kOneLoop && masked);
+      if (kEarly == 0 && !finishes_last) finish();
+      const auto finish_within = [&] {
+        if constexpr (kEarly > 0) finish();
+      };
+      const auto bet = [&](auto exponent, auto has_lost) {
+        return softmax.bet<kEarly, (kSeries > 1)>(
+            s, exponent, has_lost, finish_within,
+            [&](int number, float left, float right) { p.set(number, left, right); });
+      };
+      const auto never = [] { return false; };
+      const auto of_formed = [&](float x, float minus_mc, int) { return fma(x, softmax.c, minus_mc); };
+      const auto of_biased = [&](float x, float minus_mc, int i) {
+        return fma(fma(x, params.scale, weights[i]), softmax.c, minus_mc);
+      };
+      const auto bet_capped = [&](auto exponents) {
+        const auto of_capped = [&](float x, float minus_mc, int i) {
+          return exponents.of(x, kKeyBias ? fma(weights[i], softmax.c, minus_mc) : minus_mc);
+        };
+        return bet(of_capped, [&] { return exponents.lost(); });
+      };
+      // Raw scores: those that terms have not been added to.
+      const auto bet_raw = [&](int series) {
+        if constexpr (!kSoftcap && !kKeyBias) {
+          return bet(of_formed, never);
+        } else if constexpr (!kSoftcap) {
+          return bet(of_biased, never);
+        } else {
+          if constexpr (kSeries > 1) {
+            if (series > 0) return bet_capped(Tangent::Exponents<HighSeries>(tangent));
+          }
+          return bet_capped(low_series);
+        }
+      };
+      const int series = kSoftcap ? tangent.series() : 0;
+      const bool bets_raw = bets && (!kSoftcap || series < kSeries);
       bool won = false, moved = false;
-      if (finishes_first) finish();
-      if constexpr (kBets) {
-        if (!masked) won = softmax.bet(s, [&](int number, float low, float high) { p.set(number, low, high); });
+      if (bets_raw) {
+        won = bet_raw(series);
+      } else if (!finishes_last) {
+        finish_within();
+      }
+      if constexpr (kSoftcap || kKeyBias) {
+        if (!won) add_terms();
+        if constexpr (kSeries == 1) {
+          if (bets && !bets_raw) won = bet(of_formed, never);
+        }
       }
       if (!won) {
         moved = scores_to_p(masked);
-        if (!finishes_first) finish();
+        if (finishes_last) finish();
         if constexpr (kHasValue) p.from(s);
       }
+      release_bias();
       if constexpr (!kHasValue) return;
       if (moved && !begins) o.for_each([&](Accumulator& x, int slot, int, int) { x *= rescale[slot]; });
       if constexpr (!kOverlaps) {
@@ -411,7 +510,10 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
 
     if constexpr (kOverlaps) {
       wgmma_wait<0>(s);
+      finish_scores();
+      wait_for_bias();
       add_terms();
+      release_bias();
       scores_to_p(!blocks.is_full(block));
       p.from(s);
 #pragma unroll
@@ -426,15 +528,22 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
     }
     if constexpr (kOneLoop) {
       for (; block >= blocks.begin; --block) step(!blocks.is_full(block));
+    } else if constexpr (kSoftcap) {  // so much code that one piece for both masked ends spills less
+      while (block >= blocks.begin) {
+        for (; block >= blocks.begin && !blocks.is_full(block); --block) step(Flag<true>{});
+        for (; block >= blocks.begin && blocks.is_full(block); --block) step(Flag<false>{});
+      }
     } else {
       for (; block >= blocks.begin && block >= blocks.full_end; --block) step(Flag<true>{});
       for (; block >= blocks.begin && block >= blocks.full_begin; --block) step(Flag<false>{});
       for (; block >= blocks.begin; --block) step(Flag<true>{});
     }
     const BatchIndex batch = smem.work[w.stage].batch;
-    const int q_stage = q.stage;
-    if constexpr (!kCrossTiles) mbarrier_arrive(smem.q_barriers[q_stage].empty);  // all products with Q are done
-    q.next(), w.next();
+    mbarrier_arrive(smem.work_read[w.stage]);
+    PipelineState<kQStages> staged = q;  // where o goes by way of
+    if (kSplitQ && group == 0) staged.next();
+    if constexpr (!kCrossTiles) release(smem.q_barriers[q.stage].empty);  // all products with it are done
+    q.template advance<kQFills>(), w.next();
     take_turn();
     if constexpr (kOverlaps) issue_output();
     if constexpr (kCrossTiles) is_tile = start_tile();
@@ -446,8 +555,15 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
     const Accumulator sum[2] = {quad_sum(softmax.row_sum[0]), quad_sum(softmax.row_sum[1])};
     Accumulator lse[2];
     average_rows(o, softmax, sum, params, lse);
+    if constexpr (kSplitQ) {
+      if (group == 0) {
+        barrier_sync<256>(kSecondScored);
+      } else {
+        barrier_sync<160>(kFirstStored);
+      }
+    }
     if (kCrossTiles && params.store_map) {
-      stage_o(o, reinterpret_cast<StagedRows&>(smem.q[q_stage]), warp_row0);
+      stage_o(o, reinterpret_cast<StagedRows&>(smem.q[staged.stage]), kSplitQ ? warp_row0 - group_row0 : warp_row0);
       fence_async_proxy();  // the copy engine is to see it
     } else {
       store_o(params, batch, row0, o);
@@ -463,9 +579,10 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
 
 __device__ __forceinline__ void attention_forward(const TmaParams& tma, SharedStorage& smem) {
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kQStages; ++i) smem.q_barriers[i].start(kCrossTiles ? kConsumers : 128 * kConsumers);
+    for (int i = 0; i < kQStages; ++i) smem.q_barriers[i].start(kSplitQ ? 1 : kConsumers);
     for (int i = 0; i < kStages; ++i) smem.k_barriers[i].start(kConsumers), smem.v_barriers[i].start(kConsumers);
     for (int i = 0; i < kBiasStages; ++i) smem.bias_barriers[i].start(4 * kConsumers);
+    for (int i = 0; i < kWorks; ++i) mbarrier_init(smem.work_read[i], (kCrossTiles ? 160 : 128) * kConsumers);
     mbarrier_publish();
   }
   if (kKeyBias && tma.params.key_bias == nullptr) {

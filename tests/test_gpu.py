@@ -200,6 +200,20 @@ def test_the_sm90_family_gives_the_same_bits_every_time(dtype: str) -> None:
     assert set(launched) == {"sm90"}
 
 
+def test_sections_of_heads_that_do_not_come_out_even(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tile is somebody's: of seven heads in three sections, of more heads than CTAs, of one section."""
+    monkeypatch.setattr(hopper, "SECTION_BYTES", 2 * 2 * 2 * 261 * 64)  # K and V of two heads
+    rng = np.random.default_rng(5)
+    for heads, m in ((7, 2100), (301, 205), (3, 9000)):
+        q, k, v = (normal(rng, (heads, rows, 64), "float16") for rows in (m, 261, 261))
+        a, b, c = (put(BACKEND, x) for x in (q, k, v))
+        o = put(BACKEND, np.full(q.shape, np.nan, np.float16))
+        with hopper_kernels() as launched:
+            cuflash.attention(a, b, c, causal=True, align="bottom-right", out=o)
+        assert set(launched) == {"sm90"}
+        expect(q, k, v, family="sm90", causal=True, align="bottom-right")["o"].check(BACKEND.get(o))
+
+
 @examples(600)
 @given(case=cases("sm80"), need=needs, up=upstream)
 def test_backward_sm80(case: Case, need: tuple[str, ...] | None, up: tuple[bool, bool]) -> None:
@@ -803,8 +817,12 @@ def same_as_on_host(got: Any, on_host: Any, allowed: float, allowed_lse: float, 
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("d", [64, 128])
-@pytest.mark.parametrize("options", [{}, {"softcap": 30.0}, {"key_bias": True}], ids=str)
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"key_bias": True}, {"softcap": 30.0}, {"softcap": 4.0}, {"softcap": 30.0, "key_bias": True}],
+    ids=str,
+)
 def test_scores_that_no_reference_of_a_block_foresees(dtype: str, d: int, options: dict[str, Any]) -> None:
     """Of Hopper's forward, against the host: blocks come from the last to the first, and bet that none moves."""
     m, n = 200, 1300

@@ -121,7 +121,7 @@ def test_scores_are_counted_one_by_one(m: int, n: int) -> None:
 def test_sections_and_tiles_stay_in_32_bits() -> None:
     q, k = np.zeros((8, 1 << 16, 128), np.float16), np.zeros((8, 1, 128), np.float16)
     few_keys = hopper.forward(describe(q, k, k, causal=True, align="bottom-right"), SMS, True)
-    assert few_keys and few_keys.section == 8
+    assert few_keys and few_keys.sections == 1
     many = np.lib.stride_tricks.as_strided(np.zeros((1, 72), np.float16), (2**31 - 100, 1, 72), (0, 144, 2))
     assert hopper.forward(describe(many, k[:1, :, :72], k[:1]), SMS, True) is None
 
@@ -130,9 +130,9 @@ def test_tiles_are_claimed_where_their_lengths_differ() -> None:
     even, uneven = (
         hopper.forward(of_shape(4096, 4096, 128, np.float16, 16, causal=c), SMS, True) for c in (False, True)
     )
-    assert even and not even.claims and even.section == 1
+    assert even and not even.claims and even.sections == 16
     assert hopper.forward(of_shape(4096, 4096, 128, np.float16, 16, window=(512, 512)), SMS, True).claims
-    assert uneven and uneven.claims and uneven.section == hopper.SECTION_BYTES // (4096 * 256 * 2)
+    assert uneven and uneven.claims and uneven.sections == 16 * 4096 * 256 * 2 // hopper.SECTION_BYTES
     few = hopper.forward(of_shape(4096, 4096, 128, np.float16, causal=True), SMS, True)
     assert few and not few.claims
 

@@ -52,7 +52,7 @@ struct Params {
   int need;                 // bits of Need
   int store_vector;         // outputs of this launch take 16-byte stores
   int splits, key_warps;    // into how many parts the grid takes the keys, and the warps of a CTA each of those
-  int section;              // batch positions whose K and V the L2 holds at once
+  int sections;             // of batch positions: the L2 holds K and V of one at once
   int store_map;            // whether o has a tensor map
 };
 

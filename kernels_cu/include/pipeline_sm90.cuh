@@ -18,9 +18,9 @@ struct BufferBarriers {
   u64 full, empty;
 
   // One thread.
-  __device__ __forceinline__ void start(int consumers) {
+  __device__ __forceinline__ void start(int releases) {
     mbarrier_init(full, 1);
-    mbarrier_init(empty, consumers);
+    mbarrier_init(empty, releases);
   }
 };
 
@@ -32,6 +32,14 @@ struct PipelineState {
 
   __device__ __forceinline__ void next() {
     if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+  // By so many, at most as many as there are.
+  template <int kBuffers>
+  __device__ __forceinline__ void advance() {
+    static_assert(kBuffers <= kStages);
+    if constexpr (kBuffers == 1) return next();
+    stage += kBuffers;
+    if (stage >= kStages) stage -= kStages, parity ^= 1;
   }
 };
 

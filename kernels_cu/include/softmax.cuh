@@ -101,22 +101,42 @@ struct OnlineSoftmax {
   // pack(number, low, high), and whether it is won for the whole warp. If not, p is worth nothing, nothing else has
   // changed, and update() is next: it moves the reference of each row that lost, so that the next bet is good. What a
   // lane sums of a row is not small where one p is not, a score or the reference is NaN, or the row has seen no key.
-  template <int kCols, class Pack>
-  __device__ __forceinline__ bool bet(const Fragment<1, kCols>& s, Pack pack) {
+  // exponent(score, -mc, number of the lane's column) need not be the FMA of update(); has_lost(): whether it was not
+  // right for all of the lane's scores. finish() waits for whoever still reads what pack() writes: kEarly pairs are
+  // formed before. kVotes: where the formula is one of several, the compiler would wait first, as they are no longer
+  // part of one piece of code with what was before; that a bet may be lost by then keeps it from that.
+  template <int kEarly, bool kVotes, int kCols, class Exponent, class Lost, class Finish, class Pack>
+  __device__ __forceinline__ bool bet(const Fragment<1, kCols>& s, Exponent exponent, Lost has_lost, Finish finish,
+                                      Pack pack) {
     static_assert(kMTiles == 1 && !Exp2::kHasFar);
     constexpr Accumulator kMost = Accumulator(1 << int(Reference::kLag)) * (kCols / 4);
     static_assert(kMost < 65504, "float16 holds every p");
-    const Accumulator mc[2] = {mul_rn(row_max[0], c), mul_rn(row_max[1], c)};
-    Accumulator sum[2] = {0, 0};
+    Accumulator mc[2] = {mul_rn(row_max[0], c), mul_rn(row_max[1], c)};
+    // Or update()'s exponents would be these, kept in as many registers as s has. Few features leave them.
+    if constexpr (kTile.value_dim > 64) asm("" : "+f"(mc[0]), "+f"(mc[1]));
+    constexpr int kPairs = kCols / 4;
+    Accumulator early[max_of(kEarly, 1)][2], sum[2] = {0, 0};
+    const auto form = [&](Accumulator(&p)[2], int i) {
+      const int tile = i / 2, row = i % 2;
 #pragma unroll
-    for (int i = 0; i < kCols / 4; ++i) {
-      const int row = i % 2;
-      Accumulator p[2];
+      for (int j = 0; j < 2; ++j)
+        sum[row] += p[j] = exp2.near(exponent(s.x[0][tile][2 * row + j], -mc[row], 2 * tile + j));
+    };
 #pragma unroll
-      for (int j = 0; j < 2; ++j) sum[row] += p[j] = exp2.near(fma(s.x[0][i / 2][2 * row + j], c, -mc[row]));
+    for (int i = 0; i < kEarly; ++i) form(early[i], i);
+    if (kVotes && __any_sync(kFullWarp, !(sum[0] <= kMost) || !(sum[1] <= kMost))) {
+      finish();
+      return false;
+    }
+    finish();
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      Accumulator late[2];
+      Accumulator(&p)[2] = i < kEarly ? early[i < kEarly ? i : 0] : late;
+      if (i >= kEarly) form(p, i);
       pack(i, p[0], p[1]);
     }
-    bool lost = false;
+    bool lost = has_lost();
 #pragma unroll
     for (int r = 0; r < 2; ++r) lost |= is_large(mc[r]) || !(sum[r] <= kMost);
     if (__any_sync(kFullWarp, lost)) return false;

@@ -1,7 +1,8 @@
 // Score terms of a warp's scores, in as few instructions as they take: softcap, key_bias from shared memory.
 //
 // Formed from products are, before the masks: fma(s, scale, bias) with key_bias alone; with softcap alone tanh(x), the
-// cap being a factor of the exponent as the scale is where there are no terms; with both fma(tanh(x), cap, bias).
+// cap being a factor of the exponent as the scale is where there are no terms; with both fma(tanh(x), cap, bias). Where
+// a block is bet on (softmax.cuh) no score is formed: its exponent comes from the product at once.
 #pragma once
 #include "fragment.cuh"
 #include "params.cuh"
@@ -9,56 +10,139 @@
 
 namespace cuflash {
 
-// tanh(x) of z = 5 x. All of a warp's below 0.4, as they are where the cap is well above the scores: an odd polynomial,
-// minimax in relative error, within 2^-23.2 of it. z then is below 2: no exponent has its highest bit, which an OR of
-// them all shows. Elsewhere 1 - 2 / (1 + e^2x), which cancels near zero: chosen element by element, within 2^-21.
-struct Tangent {
-  static __device__ __forceinline__ float factor(const Params& params) { return 5 * (params.scale / params.softcap); }
-  static __device__ __forceinline__ bool is_small(u32 bits) { return (bits & 0x40000000u) == 0; }
-
-  static __device__ __forceinline__ float of_small(float z) {
-    const float z2 = z * z;
-    return z * fmaf(fmaf(fmaf(-6.086861503717955e-07f, z2, 4.2467127059353516e-05f), z2, -0.002666509011760354f), z2,
-                    0.19999997317790985f);
+// tanh(x) = x q(x^2 - limit^2) for |x| < limit: minimax in relative error. From the limit on, the argument of q is not
+// negative, which is how a score beyond it shows.
+struct LowSeries {  // within 2^-22.7
+  static constexpr int kTerms = 3;
+  static constexpr double kLimit = 0.21;
+  static __device__ constexpr double term(int i) {
+    const double q[kTerms] = {0.98555489920498076, -0.3218244055810663, 0.1298347340188919};
+    return q[i];
   }
-  static __device__ __forceinline__ float of_any(float z) {
-    const float ratio = fmaf(-2.f, rcp(1.f + ex2(z * float(2 * 1.4426950408889634 / 5))), 1.f);
-    return fabsf(z) < 2 ? of_small(z) : ratio;
-  }
-
-  template <int kCols>
-  static __device__ __forceinline__ void apply(Fragment<1, kCols>& s, float factor) {
-    u32 bits = 0;
-    s.for_each_lane_column([&](float& x, int, int) {
-      x *= factor;
-      bits |= __float_as_uint(x);
-    });
-    if (__any_sync(kFullWarp, !is_small(bits))) {
-      s.for_each_lane_column([](float& x, int, int) { x = of_any(x); });
-    } else {
-      s.for_each_lane_column([](float& x, int, int) { x = of_small(x); });
-    }
+};
+struct HighSeries {  // within 2^-23.1
+  static constexpr int kTerms = 6;
+  static constexpr double kLimit = 0.85;
+  static __device__ constexpr double term(int i) {
+    const double q[kTerms] = {0.81302281624669799,   -0.20111602831829821, 0.061652980848088391,
+                              -0.020115618850681897, 0.004080189106746538, -0.0040081044362099842};
+    return q[i];
   }
 };
 
+// tanh of score * scale / cap. Which series serves raw scores is what the last block that has been formed showed: of
+// the whole warp, so that there are no choices element by element.
+class Tangent {
+  float scale, factor;
+  int number = 2;  // of that series: 0 LowSeries, 1 HighSeries, 2 none
+
+  // The coefficients of raw scores hold powers of the factor: whether the first and the last, and so all of them, are
+  // far from the ends of float32.
+  template <class Series>
+  __device__ __forceinline__ bool has_coefficients() const {
+    const auto is_normal = [](float x) { return fabsf(x) > 1e-34f && fabsf(x) < 1e34f; };
+    float last = scale;
+#pragma unroll
+    for (int i = 1; i < Series::kTerms; ++i) last *= factor * factor;
+    return is_normal(scale) && is_normal(last);
+  }
+
+  template <class Series>
+  static __device__ __forceinline__ float of_series(float x) {
+    const float w = fmaf(x, x, float(-Series::kLimit * Series::kLimit));
+    float q = float(Series::term(Series::kTerms - 1));
+#pragma unroll
+    for (int i = Series::kTerms - 2; i >= 0; --i) q = fmaf(q, w, float(Series::term(i)));
+    return x * q;
+  }
+  // 1 - 2 / (1 + e^2x) cancels near zero: chosen element by element, within 2^-21.
+  static __device__ __forceinline__ float of_any(float x) {
+    const float ratio = fmaf(-2.f, rcp(1.f + ex2(x * float(2 * 1.4426950408889634))), 1.f);
+    return fabsf(x) < float(HighSeries::kLimit) ? of_series<HighSeries>(x) : ratio;
+  }
+
+ public:
+  __device__ __forceinline__ explicit Tangent(const Params& params)
+      : scale(params.scale), factor(params.scale / params.softcap) {}
+
+  __device__ __forceinline__ int series() const { return number; }
+
+  // Forms scores. kRare: as they are not the rule, LowSeries is left out, to save code.
+  template <bool kRare, int kCols>
+  __device__ __forceinline__ void apply(Fragment<1, kCols>& s) {
+    float most = 0;
+    s.for_each_lane_column([&](float& x, int, int) {
+      x *= factor;
+      most = fmaxf(most, fabsf(x));
+    });
+    const bool is_low = !__any_sync(kFullWarp, most >= float(LowSeries::kLimit));
+    const bool is_high = !__any_sync(kFullWarp, most >= float(HighSeries::kLimit));
+    number = is_low && has_coefficients<LowSeries>() ? 0 : is_high && has_coefficients<HighSeries>() ? 1 : 2;
+    if (!kRare && is_low) {
+      s.for_each_lane_column([](float& x, int, int) { x = of_series<LowSeries>(x); });
+    } else if (is_high) {
+      s.for_each_lane_column([](float& x, int, int) { x = of_series<HighSeries>(x); });
+    } else {
+      s.for_each_lane_column([](float& x, int, int) { x = of_any(x); });
+    }
+  }
+
+  // From a raw score to its exponent of 2, while all of them are within the limit: the coefficients hold every factor.
+  template <class Series>
+  class Exponents {
+    float limit, q[Series::kTerms];
+    u32 signs = 0x80000000u;
+
+   public:
+    __device__ __forceinline__ explicit Exponents(const Tangent& tangent) {
+      float f2 = tangent.factor * tangent.factor;
+      if constexpr (kSoftcap) asm volatile("" : "+f"(f2));  // made for each block, not held in registers over all
+      limit = float(Series::kLimit * Series::kLimit) * rcp(f2);
+      float power = tangent.scale;
+#pragma unroll
+      for (int i = 0; i < Series::kTerms; ++i, power *= f2) q[i] = power * float(Series::term(i) * 1.4426950408889634);
+    }
+    // That of x, less a reference.
+    __device__ __forceinline__ float of(float x, float minus_reference) {
+      const float w = fmaf(x, x, -limit);
+      signs &= __float_as_uint(w);
+      float y = q[Series::kTerms - 1];
+#pragma unroll
+      for (int i = Series::kTerms - 2; i >= 0; --i) y = fmaf(y, w, q[i]);
+      return fmaf(x, y, minus_reference);
+    }
+    // Whether a score of this lane was beyond the limit, or none.
+    __device__ __forceinline__ bool lost() const { return int(signs) >= 0; }
+  };
+};
+
 // The weights of a block's keys. One of -inf takes its key away whatever the score, where the FMA is right for finite
-// scores alone: the warp looks for one once a block.
+// scores alone: where scores are formed, the warp looks for one once a block. A bet does not: an FMA that is wrong is
+// NaN, which loses it.
 template <int kKeys>
 struct BlockBias {
   alignas(16) float bias[kKeys];
   static_assert(kKeys % 4 == 0 && kKeys <= 128, "four a lane");
 
-  // f(score, bias) for all scores of this lane.
-  template <class F>
-  __device__ __forceinline__ void for_each(Fragment<1, kKeys>& s, F f) const {
+  // Of the columns of this lane's scores, in their order.
+  using OfLane = float[kKeys / 4];
+  __device__ __forceinline__ void load(OfLane& of_lane) const {
     const u32 at = shared_address(bias) + 8 * (lane_id() % 4);
 #pragma unroll
     for (int n = 0; n < kKeys / 8; ++n) {
       u32 pair[2];
       ld_shared(pair, at + 32 * n);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) f(s.x[0][n][i], __uint_as_float(pair[i % 2]));
+      for (int j = 0; j < 2; ++j) of_lane[2 * n + j] = __uint_as_float(pair[j]);
     }
+  }
+  // f(score, bias) for all scores of this lane.
+  template <class F>
+  __device__ __forceinline__ void for_each(Fragment<1, kKeys>& s, F f) const {
+    OfLane of_lane;
+    load(of_lane);
+#pragma unroll
+    for (int i = 0; i < kKeys / 2; ++i) f(s.x[0][i / 4][i % 4], of_lane[i / 4 * 2 + i % 2]);
   }
 
   __device__ __forceinline__ void add(Fragment<1, kKeys>& s, float factor) const {
