@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import reference
-from backends import GPU, Layout, acc_dtype, dtype_of, normal, place, place_hole, put, same_bits, swapped
+from backends import GPU, Layout, acc_dtype, bits_dtype, dtype_of, normal, place, place_hole, put, same_bits, swapped
 from checks import (
     Call,
     check,
@@ -189,14 +189,16 @@ def test_replays_of_a_graph_with_kernels_of_the_sm90_family(dtype: str, own_work
     assert set(launched) == {"sm90"}
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_sm90_family_gives_the_same_bits_every_time(dtype: str) -> None:
-    """Whichever CTA takes a tile."""
+@pytest.mark.parametrize(("dtype", "d"), [("bfloat16", 64), ("float16", 128), ("bfloat16", 256), ("float32", 128)])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (100, 20), "softcap": 30.0}], ids=str)
+def test_the_sm90_family_gives_the_same_bits_every_time(dtype: str, d: int, options: dict[str, Any]) -> None:
+    """Whichever CTA takes a tile, and whichever warpgroup is first."""
     rng = np.random.default_rng(1)
-    q, k, v = (put(BACKEND, normal(rng, (40, 900, 128), dtype)) for _ in range(3))
+    q, k, v = (put(BACKEND, normal(rng, (40, 900, d), dtype)) for _ in range(3))
+    bits = bits_dtype(dtype_of(dtype))
     with hopper_kernels() as launched:
-        first = BACKEND.get(cuflash.attention(q, k, v, causal=True))
-        assert all(same_bits(BACKEND.get(cuflash.attention(q, k, v, causal=True)), first) for _ in range(50))
+        first = cuflash.attention(q, k, v, **options).view(bits)
+        assert all((cuflash.attention(q, k, v, **options).view(bits) == first).all() for _ in range(200))
     assert set(launched) == {"sm90"}
 
 
