@@ -287,7 +287,7 @@ def overlaps_itself(x: Any) -> bool:
     for _ in range(x.ndim):
         if _share(addresses[:1], addresses[1:]):
             return True
-        addresses = addresses[0]
+        addresses = addresses[0, ...]  # a view to the last: without the dots an element would be read
     return False
 
 

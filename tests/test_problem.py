@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -258,6 +259,18 @@ def test_overlap_is_exact(data: st.DataObject) -> None:
     a, b = data.draw(views(buffer)), data.draw(views(buffer))
     assert overlap(a, b) == bool(set(bytes_of(a)) & set(bytes_of(b)))
     assert overlaps_itself(a) == (len(set(bytes_of(a))) < len(bytes_of(a)))
+
+
+class Elsewhere:
+    """An array where this process has no memory, as one of a device."""
+
+    shape, strides, ndim, dtype = (2, 3), (6, 4), 2, np.dtype(np.float16)
+    size, data = 6, SimpleNamespace(ptr=1 << 62)
+
+
+def test_memory_is_not_read_to_see_whether_it_overlaps() -> None:
+    assert not overlaps_itself(Elsewhere())
+    assert overlap(Elsewhere(), Elsewhere())
 
 
 def test_interleaved_arrays_do_not_overlap() -> None:
