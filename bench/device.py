@@ -160,10 +160,8 @@ def random_inputs(problem: Problem, xp: Any, seed: int = 0) -> Inputs:
     v = draw(p.batch, p.kv_heads, p.seqlen_k, p.value_dim)
     do = draw(p.batch, p.heads, p.seqlen, p.value_dim)
     bias_dtype = xp.float64 if p.dtype == "float64" else xp.float32
-    bias = None
-    if p.key_bias:  # of values that peers with a bias of q's dtype hold, too
-        bias = generator.standard_normal((p.batch, p.heads, p.seqlen_k), dtype=bias_dtype)
-        bias = bias if p.dtype == "float64" else to_float64(from_float32(bias, p.dtype)).astype(bias_dtype)
+    # Of values that peers with a bias of q's dtype hold, too.
+    bias = to_float64(draw(p.batch, p.heads, p.seqlen_k)).astype(bias_dtype) if p.key_bias else None
     return Inputs(q, k, v, do, bias)
 
 

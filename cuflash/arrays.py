@@ -248,13 +248,9 @@ def extent(x: Any) -> tuple[int, int]:
     return address + low, address + high
 
 
-def overlap(a: Any, b: Any) -> bool:
-    """Whether two arrays of one device have a byte in common. Device memory is not read."""
-    return first_overlap(a, {"b": b}) is not None
-
-
 def first_overlap(x: Any, others: Mapping[str, Any]) -> str | None:
-    """The name of the first of other arrays that has a byte in common with an array of the same device."""
+    """The name of the first of other arrays that has a byte in common with an array of the same device, of whose memory
+    nothing is read."""
     low, high = extent(x)
     for name, other in others.items():
         other_low, other_high = extent(other)

@@ -85,7 +85,7 @@ class Pretended:
             self.grids.append(grid[0])
             self.parameters = arguments[0].tobytes()
             at = params.TENSOR_MAP_BYTES * variant.maps + 8 * (len(params.TENSORS) + params.SCRATCH.index("claims"))
-            self.claims.append(int.from_bytes(arguments[0].tobytes()[at : at + 8], "little"))
+            self.claims.append(int.from_bytes(self.parameters[at : at + 8], "little"))
 
         return launched
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 
 from cuflash import arrays, problem
-from cuflash.arrays import memory_order, overlap, overlaps_itself
+from cuflash.arrays import first_overlap, memory_order, overlaps_itself
 
 NO_OPTIONS: dict[str, Any] = {
     "causal": False,
@@ -250,6 +250,10 @@ def addresses(x: np.ndarray) -> list[int]:
 
 def bytes_of(x: np.ndarray) -> list[int]:
     return [address + i for address in addresses(x) for i in range(2)]
+
+
+def overlap(a: Any, b: Any) -> bool:
+    return first_overlap(a, {"b": b}) is not None
 
 
 @settings(max_examples=300)
