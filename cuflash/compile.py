@@ -287,13 +287,13 @@ def _bool(value: bool) -> str:
     return "true" if value else "false"
 
 
-def _options(name: str, target: str) -> Any:
-    folder = kernels_dir()
+def _options(name: str, target: str, folder: Path | None) -> Any:
+    """NVRTC's options, with the sources of a folder. Without one they say what is compiled, wherever it was."""
     return _require("cuda.core").ProgramOptions(
         name=f"{name}.cu",
         arch=f"sm_{target}",
         std="c++20",
-        include_path=[str(folder), str(folder / "include")],
+        include_path=None if folder is None else [str(folder), str(folder / "include")],
         device_as_default_execution_space=True,  # generic lambdas are host functions otherwise
         ptxas_options=["-v"],
     )
@@ -323,7 +323,7 @@ def build(variant: Variant) -> tuple[bytes, str]:
         cuda-core or NVRTC is missing.
     """
     nvrtc_version()
-    return _checked(variant, *_nvrtc(source(variant), _options(variant.name, variant.target)))
+    return _checked(variant, *_nvrtc(source(variant), _options(variant.name, variant.target, kernels_dir())))
 
 
 def _checked(variant: Variant, cubin: bytes | None, log: str) -> _Entry:
@@ -363,7 +363,7 @@ def _file_name(variant: Variant) -> str:
     key: bytes = _require("cuda.core.utils").make_program_cache_key(
         code=source(variant),
         code_type="c++",
-        options=_options(variant.name, variant.target),
+        options=_options(variant.name, variant.target, None),  # entries are good for any copy of the same sources
         target_type="cubin",
         extra_digest=bytes.fromhex(kernels_digest()),
     )
@@ -499,7 +499,7 @@ def compile_all(
     # Not forked: the caller may have threads, or a CUDA context.
     with ProcessPoolExecutor(min(processes, len(missing)), mp_context=multiprocessing.get_context("spawn")) as pool:
         jobs = {
-            pool.submit(_nvrtc, source(variant), _options(variant.name, variant.target)): name
+            pool.submit(_nvrtc, source(variant), _options(variant.name, variant.target, kernels_dir())): name
             for name, variant in missing.items()
         }
         try:

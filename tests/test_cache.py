@@ -229,8 +229,8 @@ def test_the_key_depends_on_all_that_the_cubin_depends_on(
     with monkeypatch.context() as patch:
         options = compile._options
 
-        def with_fewer_registers(name: str, target: str) -> object:
-            changed = options(name, target)
+        def with_fewer_registers(name: str, target: str, folder: Path | None) -> object:
+            changed = options(name, target, folder)
             changed.max_register_count = 64
             return changed
 
@@ -239,6 +239,15 @@ def test_the_key_depends_on_all_that_the_cubin_depends_on(
 
     assert len(set(keys)) == len(keys)
     assert compile._file_name(variant) == keys[0]
+
+
+def test_the_key_does_not_depend_on_where_the_sources_are(
+    tmp_path: Path, kernels: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = compile._file_name(tiny.variant())
+    copy = tiny.write_kernels(tmp_path / "copy")
+    monkeypatch.setattr(compile, "kernels_dir", lambda: copy)
+    assert compile._file_name(tiny.variant()) == key
 
 
 def test_where_the_store_is(monkeypatch: pytest.MonkeyPatch) -> None:

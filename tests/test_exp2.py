@@ -211,7 +211,7 @@ def test_scores_to_powers_within_one_and_a_half_ulp() -> None:
 @functools.cache
 def cubin(kernel: str, target: str) -> bytes:
     source = (KERNELS | SHARED_KERNELS)[kernel]
-    built, log = compile._nvrtc(source, compile._options("exp2", target))
+    built, log = compile._nvrtc(source, compile._options("exp2", target, compile.kernels_dir()))
     assert built is not None, log
     assert not re.search(r"[1-9]\d* bytes (stack|spill)", log), log
     return built
