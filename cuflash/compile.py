@@ -110,8 +110,10 @@ class Variant:
     @property
     def maps(self) -> int:
         """How many tensor maps the kernel takes."""
-        takes = self.family == "sm90" and self.operation == "attention_forward"
-        return 3 * params.planes(self.dtype, self.precision) + 1 if takes else 0
+        if self.family != "sm90":
+            return 0
+        planes = params.planes(self.dtype, self.precision)
+        return {"attention_forward": 3 * planes + 1, "attention_backward_dqkv": 4 * planes}.get(self.operation, 0)
 
     def __str__(self) -> str:
         return f"{self.name} for sm_{self.target}"

@@ -137,13 +137,21 @@ class Tile:
             return self._sm90_lanes_bytes(ITEMSIZE[dtype])
         if operation == NARROW_F64:
             return self._sm90_narrow_f64_bytes()
-        if operation != "attention_forward":
+        if operation not in ("attention_forward", FUSED):
             return 0
         planes = params.planes(dtype, precision)
 
         def panels(rows: int, cols: int) -> int:  # of 64 columns
             return 2 * planes * rows * -(-cols // 64) * 64
 
+        if operation == FUSED:
+            keys = panels(self.block_n, self.head_dim) + panels(self.block_n, self.value_dim)
+            queries = panels(self.block_m, self.head_dim) + panels(self.block_m, self.value_dim)
+            queries += 2 * 4 * self.block_m + 2 * 16  # row_lse and delta, and barriers
+            ds, dq = panels(self.block_n, self.block_m), 4 * self.block_m * self.head_dim
+            # of ds and dq two each; barriers of K, V and dq, roles, and the work that is shared out
+            nbytes = keys + self.stages * queries + 2 * (ds + dq) + 2 * 16 + 2 * 2 * 8 + 2 * 8 + 2 * 28
+            return -(-nbytes // 1024) * 1024
         k, v = panels(self.block_n, self.head_dim), panels(self.block_n, self.value_dim)
         barriers = 16 * (self.q_stages + 2 * self.stages + SM90_BIAS_STAGES)
         barriers += 8 * SM90_WORKS + 8  # and where a row of key_bias is
@@ -407,6 +415,11 @@ SM90_LSE: dict[tuple[str, str | None], dict[int, Tile]] = {
     ("float32", "tf32"): _lse_rows((64, 192, 80, 2), (128, 128, 80, 2)),
 }
 """Rows without values, for lse alone."""
+
+SM90_BACKWARD: dict[int, Tile] = {
+    d: Tile(d, d, m, 128, stages, 12) for d, m, stages in ((64, 128, 2), (96, 64, 2), (128, 64, 2))
+}
+"""Rows of `FUSED` in the sm90 family, for 16 bits."""
 
 SM90_NARROW: dict[str, dict[int, Tile]] = {
     # two CTAs of 128 registers; 4 rows a warp in thrice as many CTAs were half again as slow
@@ -726,6 +739,20 @@ def sm90_variant(dtype: str, tile: Tile, precision: str | None, terms: tuple[str
     return Variant(
         "attention_forward", "sm90", "90a", dtype, dtype, tile, terms, "16", bool(terms), precision=precision
     )
+
+
+def sm90_backward(dtype: str, features: int) -> Tile | None:
+    """The tile of the sm90 family's backward for so many features at most, None where it has none."""
+    if kind(dtype) != "16 bits":
+        return None
+    return next((SM90_BACKWARD[d] for d in sorted(SM90_BACKWARD) if d >= features), None)
+
+
+def sm90_backward_variant(dtype: str, tile: Tile, ordered: bool) -> Variant:
+    """The kernel of what `sm90_backward` gives."""
+    from cuflash.compile import Variant
+
+    return Variant(FUSED, "sm90", "90a", dtype, dtype, tile, (), "16", False, ordered)
 
 
 def sm90_few(operation: str, dtype: str, d: int) -> Variant | None:

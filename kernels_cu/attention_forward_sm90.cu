@@ -73,6 +73,12 @@ constexpr bool kLeavesOut = kTakeTurns && kTile.block_n < kTile.block_m && kStag
 constexpr int kMostLeftOut = kLeavesOut ? min_of(kStages - 1, ceil_div(kTile.block_m - 64, kTile.block_n)) : 0;
 static_assert(kMostLeftOut < kBiasStages);
 
+// cuflash/params.py puts the maps before the rest.
+struct TmaParams {
+  TensorMap q[kPlanes], k[kPlanes], v[kPlanes], o;  // o where params.store_map
+  Params params;
+};
+
 using QTile = PanelTile<kQRows, kTile.head_dim>;
 using KTile = PanelTile<kTile.block_n, kTile.head_dim>;
 struct NoTile {};

@@ -116,4 +116,17 @@ __device__ __forceinline__ void issue_nn(Fragment<1, kCols>& o, const OperandA<k
   wgmma_commit();
 }
 
+// s = A^T B: of both a panel of 64 columns, kDepth rows.
+template <int kDepth, class TileA, class TileB>
+__device__ __forceinline__ void issue_tn(Fragment<1, 64>& s, const TileA& a_smem, int panel_a, const TileB& b_smem,
+                                         int panel_b) {
+  wgmma_fence();
+  const u64 a = make_smem_desc(&a_smem, 16) + (panel_a * TileA::kPanelBytes >> 4);
+  const u64 b = make_smem_desc(&b_smem, 16) + (panel_b * TileB::kPanelBytes >> 4);
+#pragma unroll
+  for (int k = 0; k < kDepth / 16; ++k)
+    Wgmma<64>::tn(sums_of(s), a + k * (16 * 128 >> 4), b + k * (16 * 128 >> 4), k > 0, Plane{});
+  wgmma_commit();
+}
+
 }  // namespace cuflash

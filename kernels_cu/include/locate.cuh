@@ -47,15 +47,20 @@ struct SplitBlocks {
     end = begin + share + (split < more ? 1 : 0);
   }
 };
-// Tile `index` of all, longest first within a section of batch positions whose K and V the L2 holds at once. The last
-// sections are the larger ones, by a position, so that the longest tiles of the last are begun early.
-__device__ __forceinline__ Work locate_section_rows(const Params& params, int m_blocks, int index) {
+// Block `index` of all, of so many a batch position: within a section of positions, first the first block of each. The
+// last sections are the larger ones, by a position, so that the longest tiles of the last are begun early.
+__device__ __forceinline__ Work locate_in_section(const Params& params, int blocks, int index) {
   const int owned = owned_count(params), share = owned / params.sections;
   const int of_smaller = (params.sections - owned % params.sections) * share;
-  const bool is_larger = index >= of_smaller * m_blocks;
+  const bool is_larger = index >= of_smaller * blocks;
   const int first = is_larger ? of_smaller : 0, count = is_larger ? share + 1 : share;
-  const int tile = index - first * m_blocks, section = tile / (count * m_blocks), rest = tile % (count * m_blocks);
-  return {m_blocks - 1 - rest / count, first + section * count + rest % count};
+  const int tile = index - first * blocks, section = tile / (count * blocks), rest = tile % (count * blocks);
+  return {rest / count, first + section * count + rest % count};
+}
+// Longest first within a section whose K and V the L2 holds at once.
+__device__ __forceinline__ Work locate_section_rows(const Params& params, int m_blocks, int index) {
+  const Work work = locate_in_section(params, m_blocks, index);
+  return {m_blocks - 1 - work.block, work.owned};
 }
 __device__ __forceinline__ Work locate_keys(int n_blocks) {
   const int index = work_index();

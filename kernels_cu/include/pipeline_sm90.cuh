@@ -7,12 +7,6 @@
 
 namespace cuflash {
 
-// What a kernel of sm_90 takes: cuflash/params.py puts the maps before the rest.
-struct TmaParams {
-  TensorMap q[kPlanes], k[kPlanes], v[kPlanes], o;  // o where params.store_map
-  Params params;
-};
-
 // Of one buffer: whether it is full, by the producer's arrival and the bytes it expects, and whether it is empty again.
 struct BufferBarriers {
   u64 full, empty;
@@ -49,15 +43,16 @@ __device__ __forceinline__ void batch_on_map(int (&at)[3], const BatchIndex& bat
   for (int i = 0; i < 3; ++i) at[i] = stride.batch[i] == 0 ? 0 : batch.i[i];
 }
 
-// The producer's: the tile at `row` of a batch position, as soon as the buffer is empty.
+// The producer's: the tile at `row` of a batch position, as soon as the buffer is empty. The buffer is full with
+// `more_bytes` that are still to be asked for.
 template <class Tile>
 __device__ __forceinline__ void fill(Tile (&smem)[kPlanes], BufferBarriers& barriers, u32 parity,
                                      const TensorMap (&map)[kPlanes], int row, const BatchIndex& batch,
-                                     const Strides& stride) {
+                                     const Strides& stride, u32 more_bytes = 0) {
   int at[3];
   batch_on_map(at, batch, stride);
   mbarrier_wait(barriers.empty, parity ^ 1);
-  mbarrier_arrive_expect(barriers.full, sizeof(smem));
+  mbarrier_arrive_expect(barriers.full, sizeof(smem) + more_bytes);
 #pragma unroll
   for (int plane = 0; plane < kPlanes; ++plane)
 #pragma unroll

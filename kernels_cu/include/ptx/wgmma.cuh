@@ -77,6 +77,17 @@ struct Wgmma;
                    : CUFLASH_SUMS##I                                                                            \
                    : "l"(a), "l"(b), "r"(add));                                                                 \
     }                                                                                                           \
+    /* A and B columns along k, in shared memory */                                                             \
+    static __device__ __forceinline__ void tn(float (&d)[N / 2], u64 a, u64 b, int add, Half) {                 \
+      asm volatile(CUFLASH_WGMMA(N, "f16", CUFLASH_REGS##I, R0, R1, R2, "1, 1")                                 \
+                   : CUFLASH_SUMS##I                                                                            \
+                   : "l"(a), "l"(b), "r"(add));                                                                 \
+    }                                                                                                           \
+    static __device__ __forceinline__ void tn(float (&d)[N / 2], u64 a, u64 b, int add, BFloat16) {             \
+      asm volatile(CUFLASH_WGMMA(N, "bf16", CUFLASH_REGS##I, R0, R1, R2, "1, 1")                                \
+                   : CUFLASH_SUMS##I                                                                            \
+                   : "l"(a), "l"(b), "r"(add));                                                                 \
+    }                                                                                                           \
     /* A in registers, B columns along k */                                                                     \
     static __device__ __forceinline__ void nn(float (&d)[N / 2], const u32 (&a)[4], u64 b, int add, Half) {     \
       asm volatile(CUFLASH_WGMMA(N, "f16", CUFLASH_REGS##I, "{" R0 "," R1 "," R2 "," R3 "}", R4, R5, "1")       \

@@ -1,0 +1,392 @@
+// Backward of queries, keys and values at once for sm_90a: a CTA owns a block of keys and its values, and query blocks
+// stream by, brought by the copy engine. Two warpgroups multiply by wgmma, each of them on 64 keys and transposed scores,
+// so that p^T and ds^T go from accumulators to A operands without leaving registers:
+//   s^T = K Q^T,  dp^T = V dO^T,  p = exp(s - lse),  ds = p (dp - delta),  dV += p^T dO,  dK += ds^T Q.
+// They share ds for dQ = ds K, of which each forms one half. A thread of the producer's warpgroup passes that on
+// (dq_turns_sm90.cuh). CTAs stay and claim one block of keys after another. A CTA sums dk and dv over the batch axes on
+// which they were broadcast, in a fixed order: no atomics.
+#include "gemm_sm90.cuh"
+#include "blocks.cuh"
+#include "dq_turns_sm90.cuh"
+#include "locate.cuh"
+#include "mask.cuh"
+#include "pipeline_sm90.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/grid.cuh"
+#include "ptx/registers.cuh"
+#include "recompute_sm90.cuh"
+#include "store_direct.cuh"
+
+namespace cuflash {
+
+constexpr int kConsumers = 2, kStages = kTile.stages;
+constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;  // of each thread: all of 504
+// Of dq a warpgroup has 64 rows or 64 columns.
+constexpr bool kSplitRows = kTile.block_m == 128;
+constexpr int kDsBuffers = 2, kDqBuffers = 2;
+static_assert(kTile.block_n == 64 * kConsumers, "each consumer warpgroup has 64 keys");
+static_assert(kSplitRows ? kTile.head_dim == 64 : kTile.block_m == 64 && kTile.head_dim > 64 && kTile.head_dim <= 128);
+static_assert(kRowPadding % kTile.block_m == 0, "tiles of row vectors load whole");
+
+// cuflash/params.py puts the maps before the rest.
+struct TmaParams {
+  TensorMap q[kPlanes], k[kPlanes], v[kPlanes], dout[kPlanes];
+  Params params;
+};
+
+using QTile = PanelTile<kTile.block_m, kTile.head_dim>;
+using DoutTile = PanelTile<kTile.block_m, kTile.value_dim>;
+using KTile = PanelTile<kTile.block_n, kTile.head_dim>;
+using VTile = PanelTile<kTile.block_n, kTile.value_dim>;
+using DsTile = PanelTile<kTile.block_n, kTile.block_m>;  // transposed: rows are keys
+using Scores = Fragment<1, kTile.block_m>;               // likewise
+using DqHalf = Fragment<1, 64>;
+
+// A block of keys and the query blocks that see it, once for each batch position over which it is summed.
+struct KeyWork {
+  int block, owned;  // block: -1 after the last
+  BlockRange rows;
+  int steps;
+
+  __device__ __forceinline__ void locate(const Params& params, int tile) {
+    const Work work = locate_in_section(params, ceil_div(params.seqlen_k, kTile.block_n), tile);
+    block = work.block;
+    owned = work.owned;
+    const int key0 = block * kTile.block_n;
+    rows = query_blocks(params, key0, min_of(params.seqlen_k, key0 + kTile.block_n), kTile.block_m);
+    steps = (rows.end - rows.begin) * loop_count(params);
+  }
+};
+
+// Where a role is in its work: query blocks from the last one on, batch position after batch position. Under a causal
+// band all that see a block of keys see those before it, too, which so are a step ahead.
+struct Step {
+  int block, summed = 0;
+
+  __device__ __forceinline__ explicit Step(const KeyWork& work) : block(work.rows.end - 1) {}
+  __device__ __forceinline__ void next(const KeyWork& work) {
+    if (--block < work.rows.begin) block = work.rows.end - 1, ++summed;
+  }
+};
+
+struct RowVectors {
+  alignas(16) float lse[kTile.block_m], delta[kTile.block_m];
+};
+// dq in the order of its registers: of each warpgroup, its columns by eights, of each of those 16 bytes a thread.
+struct alignas(128) DqSums {
+  float x[kTile.block_m * kTile.head_dim];
+};
+struct SharedStorage {
+  Planes<KTile> k;
+  Planes<VTile> v;
+  Planes<QTile> q[kStages];
+  Planes<DoutTile> dout[kStages];
+  DsTile ds[kDsBuffers];
+  DqSums dq[kDqBuffers];
+  RowVectors rows[kStages];
+  BufferBarriers k_barriers, v_barriers, q_barriers[kStages], dout_barriers[kStages];
+  u64 dq_ready[kDqBuffers], dq_staged[kDqBuffers];
+  DqRole dq_role[kDqBuffers];  // there when the buffer is ready
+  KeyWork work[2];             // there when K is
+};
+static_assert(sizeof(SharedStorage) == kSmemBytes, "the tile table counts the same bytes");
+
+__device__ __forceinline__ int tile_count(const Params& params) {
+  return ceil_div(params.seqlen_k, kTile.block_n) * owned_count(params);
+}
+
+// One thread.
+__device__ __forceinline__ void produce(const TmaParams& tma, SharedStorage& smem) {
+  const Params& params = tma.params;
+  const int tiles = tile_count(params);
+  // Each CTA's last claim is in vain: so the count is back at 0 in the end, for the next launch.
+  const auto claim = [&] { return int(atomicInc(params.claims, tiles + gridDim.x - 1)); };
+  int tile = claim();
+  PipelineState<kStages> q;
+  u32 parity = 0;  // of K and V
+  grid_wait();     // row vectors are there
+  for (;; parity ^= 1) {
+    KeyWork& record = smem.work[parity];
+    if (tile >= tiles) {
+      mbarrier_wait(smem.k_barriers.empty, parity ^ 1);
+      record.block = -1;
+      mbarrier_arrive(smem.k_barriers.full);
+      return;
+    }
+    KeyWork work;
+    work.locate(params, tile);
+    tile = claim();
+    Step step(work);
+    const auto fill_rows = [&] {
+      const BatchIndex batch = batch_index(params, work.owned, step.summed);
+      const int row0 = step.block * kTile.block_m;
+      const i64 at = offset(params.row_lse_stride, batch) + row0;  // where delta is, too
+      const u32 nbytes = sizeof(RowVectors::lse);
+      RowVectors& rows = smem.rows[q.stage];
+      fill(smem.q[q.stage], smem.q_barriers[q.stage], q.parity, tma.q, row0, batch, params.q_stride, nbytes);
+      bulk_load(rows.lse, params.row_lse + at, nbytes, smem.q_barriers[q.stage].full);
+      fill(smem.dout[q.stage], smem.dout_barriers[q.stage], q.parity, tma.dout, row0, batch, params.dout_stride,
+           nbytes);
+      bulk_load(rows.delta, params.delta + at, nbytes, smem.dout_barriers[q.stage].full);
+      q.next();
+      step.next(work);
+    };
+    // The first rows of a block of keys may come while the last ones of the block before still need K.
+    if (work.steps > 0) fill_rows();
+    const BatchIndex batch = batch_index(params, work.owned, 0);
+    const int key0 = work.block * kTile.block_n;
+    mbarrier_wait(smem.k_barriers.empty, parity ^ 1);
+    record = work;
+    fill(smem.k, smem.k_barriers, parity, tma.k, key0, batch, params.k_stride);
+    fill(smem.v, smem.v_barriers, parity, tma.v, key0, batch, params.v_stride);
+    for (int i = 1; i < work.steps; ++i) fill_rows();
+  }
+}
+
+// One thread: passes on what the consumers form of dq.
+__device__ __forceinline__ void send_dq(const Params& params, SharedStorage& smem) {
+  PipelineState<kDqBuffers> dq;
+  for (u32 parity = 0;; parity ^= 1) {
+    mbarrier_wait(smem.k_barriers.full, parity);
+    const KeyWork work = smem.work[parity];
+    mbarrier_arrive(smem.k_barriers.empty);
+    if (work.block < 0) return;
+    Step step(work);
+    const auto turn_of = [&](const Step& s) -> DqTurn& {
+      const BatchIndex batch = batch_index(params, work.owned, s.summed);
+      return reinterpret_cast<DqTurn*>(params.dq_turn)[offset(params.dq_turn_stride, batch) + s.block];
+    };
+    const auto sums_at = [&](const Step& s) {
+      const BatchIndex batch = batch_index(params, work.owned, s.summed);
+      return params.dq_accum + offset(params.dq_accum_stride, batch) + i64(s.block) * (sizeof(DqSums) / 4);
+    };
+    const auto draw = [&](const Step& s) {
+      DqRole role = ordered_role(params, work.block, s.block * kTile.block_m);
+      if (!kDeterministic && role.count > 1) role.rank = atomicAdd(&turn_of(s).drawn, 1);
+      return role;
+    };
+    // Hands the buffer of a step to the consumers: where the part is the last one, with the sum of the others.
+    const auto prepare = [&](const Step& s, const DqRole& role) {
+      smem.dq_role[dq.stage] = role;
+      if (role.is_last() && role.count > 1) {
+        DqTurn& turn = turn_of(s);
+        await_parts(turn, role.count - 1);
+        turn = DqTurn{};
+        fence_async_proxy_all();  // the copy engine reads what others' have written
+        mbarrier_arrive_expect(smem.dq_ready[dq.stage], sizeof(DqSums));
+        bulk_load(&smem.dq[dq.stage], sums_at(s), sizeof(DqSums), smem.dq_ready[dq.stage]);
+      } else {
+        mbarrier_arrive(smem.dq_ready[dq.stage]);
+      }
+    };
+    DqRole role;
+    if (work.steps > 0) {
+      role = draw(step);
+      prepare(step, role);
+    }
+    for (int left = work.steps; left > 0; --left) {
+      const int staged = dq.stage;
+      const u32 staged_parity = dq.parity;
+      const Step current = step;
+      step.next(work);
+      dq.next();
+      DqRole next;
+      bool prepared = left == 1;
+      if (kDeterministic && left > 1) {
+        next = draw(step);
+        // What waits for others comes after what others wait for.
+        if (!next.is_last() || next.count == 1) prepare(step, next), prepared = true;
+      }
+      mbarrier_wait(smem.dq_staged[staged], staged_parity);
+      if (!role.is_last()) {
+        DqTurn& turn = turn_of(current);
+        if (!role.is_first()) {
+          await_parts(turn, kDeterministic ? role.rank : 1);
+          fence_async_proxy_all();  // the copy engine adds to what others' have written
+          bulk_add(sums_at(current), smem.dq[staged].x, sizeof(DqSums));
+        } else {
+          bulk_store(sums_at(current), smem.dq[staged].x, sizeof(DqSums));
+        }
+        bulk_commit();
+        if (!kDeterministic && left > 1) next = draw(step);
+        bulk_wait();
+        fence_async_proxy_all();  // what the copy engine has written comes before the count
+        add_release(&turn.done);
+      } else if (!kDeterministic && left > 1) {
+        next = draw(step);
+      }
+      if (!prepared) prepare(step, next);
+      role = next;
+    }
+  }
+}
+
+// Query rows that see no key: nobody has loaded anything for them.
+__device__ __forceinline__ void clear_dq(const Params& params) {
+  const bool rows_see_keys = params.band_hi >= 0 && params.seqlen_q - 1 + params.band_lo < params.seqlen_k;
+  if (rows_see_keys) return;
+  const int m_blocks = ceil_div(params.seqlen_q, kTile.block_m);
+  for (int i = blockIdx.x; i < m_blocks * owned_count(params) * loop_count(params); i += gridDim.x) {
+    const int row0 = i % m_blocks * kTile.block_m, at = i / m_blocks, row_end = min_of(params.seqlen_q, row0 + kTile.block_m);
+    const BlockRange keys = key_blocks(params, row0, row_end, kTile.block_n);
+    if (keys.end > keys.begin) continue;
+    const BatchIndex batch = batch_index(params, at % owned_count(params), at / owned_count(params));
+#pragma unroll 1
+    for (int row = row0; row < row_end; ++row) {
+      Output* dq = base<Output>(params.dq, params.dq_stride, batch) + row * params.dq_stride.row;
+#pragma unroll 1
+      for (int col = lane_id(); col < params.head_dim; col += 32) dq[col * params.dq_stride.col] = Output{};
+    }
+  }
+}
+
+// One warpgroup: 64 keys of each block, and half of dq of each step.
+__device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& smem) {
+  const Params& params = tma.params;
+  // The compiler is to see that warps do not part: it then keeps stages in uniform registers.
+  const int group = __shfl_sync(kFullWarp, threadIdx.x / 128 - 1, 0);
+  const int group_key0 = 64 * group, warp_key0 = group_key0 + warp_id() % 4 * 16;
+  const auto release = [](u64& empty) {
+    if (threadIdx.x % 128 == 0) mbarrier_arrive(empty);
+  };
+  const u32 ds_at = smem.ds[0].address(warp_key0 + lane_id() % 16, lane_id() / 16 * 8);
+  const u32 dq_at = shared_address(&smem.dq[0]) + group * (64 * 64 * 4) + threadIdx.x % 128 * 16;
+  PipelineState<kStages> q;
+  PipelineState<kDqBuffers> dq_buffer;
+  int ds_buffer = 0;
+  Scores s;
+  const auto issue_scores = [&] { issue_nt<kTile.head_dim>(s, smem.k, group_key0, smem.q[q.stage]); };
+
+  for (u32 parity = 0;; parity ^= 1) {
+    mbarrier_wait(smem.k_barriers.full, parity);
+    const KeyWork& work = smem.work[parity];
+    if (work.block < 0) return;
+    Fragment<1, kTile.head_dim> dk;
+    Fragment<1, kTile.value_dim> dv;
+    if (work.steps == 0) {
+      mbarrier_wait(smem.v_barriers.full, parity);
+      release(smem.v_barriers.empty);
+      release(smem.k_barriers.empty);
+      dk.clear(), dv.clear();
+    } else {
+      const int key0 = work.block * kTile.block_n;
+      Step step(work);
+      bool begins = true;
+      int left = work.steps;
+      mbarrier_wait(smem.q_barriers[q.stage].full, q.parity);
+      issue_scores();
+      mbarrier_wait(smem.v_barriers.full, parity);
+      do {
+        const int row0 = step.block * kTile.block_m;
+        const PipelineState<kStages> own = q;
+        Scores dp;
+        mbarrier_wait(smem.dout_barriers[own.stage].full, own.parity);
+        wgmma_wait<0>(s);
+        issue_nt<kTile.value_dim>(dp, smem.v, group_key0, smem.dout[own.stage]);
+        const bool masked = !work.rows.is_full(step.block) || key0 + kTile.block_n > params.seqlen_k;
+        if (masked) mask_by_row_limits(s, params, key0 + warp_key0, row0);
+        scores_to_p(s, params, smem.rows[own.stage].lse);
+        OperandA<kTile.block_m> p, ds;
+        p.from(s);
+        wgmma_wait<0>(dp);
+        if (left == 1) release(smem.v_barriers.empty);
+        dp_to_ds(dp, s, smem.rows[own.stage].delta);
+        issue_nn(dv, p, smem.dout[own.stage], begins);
+        ds.from(dp);
+#pragma unroll
+        for (int k = 0; k < kTile.block_m / 16; ++k)
+          stmatrix_x4(DsTile::advance(ds_at + ds_buffer * sizeof(DsTile), 0, 16 * k), ds.x[0][k]);
+        fence_async_proxy();  // wgmma is to see it
+        issue_nn(dk, ds, smem.q[own.stage], begins);
+        barrier_sync<256>(1);  // ds of all keys is complete; nobody reads the other buffer any more
+        DqHalf dq;
+        issue_tn<kTile.block_n>(dq, smem.ds[ds_buffer], kSplitRows ? group : 0, smem.k[0], kSplitRows ? 0 : group);
+        ds_buffer ^= 1;
+        wgmma_wait<1>();  // dk and dv, and with them p and ds
+        q.next();
+        if (left > 1) mbarrier_wait(smem.q_barriers[q.stage].full, q.parity);
+        // Issued in any case: under a condition, the compiler would wait for each product. After the last step nobody
+        // looks.
+        issue_scores();
+        release(smem.q_barriers[own.stage].empty);
+        release(smem.dout_barriers[own.stage].empty);
+        wgmma_wait<1>(dq);
+        if (left == 1) release(smem.k_barriers.empty);
+        mbarrier_wait(smem.dq_ready[dq_buffer.stage], dq_buffer.parity);
+        const DqRole role = smem.dq_role[dq_buffer.stage];
+        const u32 at = dq_at + dq_buffer.stage * sizeof(DqSums);
+        const int columns = kSplitRows ? 64 : min_of(64, kTile.head_dim - 64 * group);
+        if (role.is_last()) {
+          if (!role.is_first()) {
+#pragma unroll
+            for (int n = 0; n < 8; ++n) {
+              if (8 * n >= columns) break;
+              float others[4];
+              ld_shared(others, at + 2048 * n);
+#pragma unroll
+              for (int i = 0; i < 4; ++i) dq.x[0][n][i] += others[i];
+            }
+          }
+          const BatchIndex batch = batch_index(params, work.owned, step.summed);
+          dq.for_each([&](float& x, int, int, int) { x *= params.scale; });
+          const int col0 = kSplitRows ? 0 : 64 * group;
+          store_rows_direct(dq, base<Output>(params.dq, params.dq_stride, batch) + col0 * params.dq_stride.col,
+                            params.dq_stride, row0 + (kSplitRows ? group_key0 : 0) + warp_id() % 4 * 16, params.seqlen_q,
+                            params.head_dim - col0, params.store_vector != 0);
+        } else {
+#pragma unroll
+          for (int n = 0; n < 8; ++n) {
+            if (8 * n >= columns) break;
+            st_shared(at + 2048 * n, dq.x[0][n]);
+          }
+          fence_async_proxy();  // the copy engine is to see it
+        }
+        __syncwarp();
+        if (lane_id() == 0) mbarrier_arrive(smem.dq_staged[dq_buffer.stage]);
+        dq_buffer.next();
+        begins = false;
+        step.next(work);
+      } while (--left > 0);
+      wgmma_wait<0>(s);
+    }
+    const BatchIndex batch = batch_index(params, work.owned, 0);
+    const int row0 = work.block * kTile.block_n + warp_key0;
+    dk.for_each([&](float& x, int, int, int) { x *= params.scale; });
+    store_rows_direct(dk, base<Output>(params.dk, params.dk_stride, batch), params.dk_stride, row0, params.seqlen_k,
+                      params.head_dim, params.store_vector != 0);
+    store_rows_direct(dv, base<Output>(params.dv, params.dv_stride, batch), params.dv_stride, row0, params.seqlen_k,
+                      params.value_dim, params.store_vector != 0);
+  }
+}
+
+__device__ __forceinline__ void attention_backward(const TmaParams& tma, SharedStorage& smem) {
+  if (threadIdx.x == 0) {
+    smem.k_barriers.start(kConsumers + 1);  // and by whoever sends dq, who reads the record
+    smem.v_barriers.start(kConsumers);
+    for (int i = 0; i < kStages; ++i) smem.q_barriers[i].start(kConsumers), smem.dout_barriers[i].start(kConsumers);
+    for (int i = 0; i < kDqBuffers; ++i) {
+      mbarrier_init(smem.dq_ready[i], 1);
+      mbarrier_init(smem.dq_staged[i], 4 * kConsumers);
+    }
+    mbarrier_publish();
+  }
+  __syncthreads();  // the barriers are there
+  if (threadIdx.x < 128) {
+    warpgroup_reg_dealloc<kProducerRegisters>();
+    if (threadIdx.x == 0) produce(tma, smem);
+    if (threadIdx.x == 32) send_dq(tma.params, smem);
+    if (warp_id() == 2) clear_dq(tma.params);
+  } else {
+    warpgroup_reg_alloc<kConsumerRegisters>();
+    consume(tma, smem);
+  }
+}
+
+}  // namespace cuflash
+
+extern "C" __global__ void __launch_bounds__(32 * cuflash::kTile.warps, 1)
+    KERNEL(const __grid_constant__ cuflash::TmaParams params) {
+  extern __shared__ __align__(1024) char smem[];
+  cuflash::attention_backward(params, *reinterpret_cast<cuflash::SharedStorage*>(smem));
+}
