@@ -1,4 +1,5 @@
-"""The forward of the sm90 family: which problems it takes, how it shares them out, its tensor maps and scratch memory.
+"""Forward and backward of the sm90 family: which problems they take, how they share them out, their tensor maps and
+scratch memory.
 
 Pure functions of shapes and strides; nothing here knows a GPU.
 """
@@ -19,6 +20,9 @@ SECTION_BYTES = 16 << 20
 """Of K and V of a section of heads, less than twice as much where they do not come out even: what the L2 of an H200
 keeps while others pass through. Sections are few and alike, as a small last one would end with long tiles: with 32
 heads of 3 MB, a last section of two was 10 percent behind."""
+
+BACKWARD_SECTION_BYTES = 24 << 20
+"""Of q, do and sums of dq of a section of heads in the backward, likewise."""
 
 PLANE_ROWS = 8
 """Of a warp of the kernel that makes planes, as attention_planes.cu has it."""
@@ -67,6 +71,27 @@ class Scratch(NamedTuple):
     """Room for a copy."""
     claims: int
     nbytes: int
+
+
+class Backward(NamedTuple):
+    """How the kernel for all gradients takes a problem."""
+
+    tile: tiles.Tile
+    sums: memory.Sums
+    sections: int
+    """Of batch positions whose blocks of keys are taken together, those that most rows see first."""
+
+
+class BackwardScratch(NamedTuple):
+    """Where the parts of the scratch memory of a backward begin, from a multiple of 16, and its size."""
+
+    row_lse: int
+    delta: int
+    dq_accum: int
+    counts: int
+    nbytes: int
+    counts_nbytes: int
+    """Of claims, and from `CLAIMS_NBYTES` on of turns."""
 
 
 class Map(NamedTuple):
@@ -226,3 +251,43 @@ def output_map(problem: Problem, layout: memory.Layout) -> Map | None:
 
 def _map(tensor: str, offset: int, box: tma.Box) -> Map:
     return Map(params.TENSORS.index(tensor), offset, box, lru_cache(maxsize=256)(partial(tma.encode, box)))
+
+
+TURN_NBYTES = 8
+"""Of the record of a block of query rows, as dq_turns_sm90.cuh has it."""
+
+
+@lru_cache(maxsize=4096)
+def backward(problem: Problem) -> Backward | None:
+    """None where another kernel serves. The problem has values, and no score terms."""
+    tile = tiles.sm90_backward(problem.dtype, max(problem.d, problem.e))
+    if tile is None or not all(follows(problem, name) for name in operands(problem)):
+        return None
+    batch, key_blocks = math.prod(problem.inner_batch), -(-problem.n // tile.block_n)
+    if batch * key_blocks > params.MAX_INT // 2 or math.prod(problem.q_batch) != batch:
+        return None
+    blocks = -(-problem.m // tile.block_m)
+    nbytes = problem.m * (2 * (problem.d + problem.e) + 4 * tile.head_dim)
+    sections = max(1, batch // max(1, BACKWARD_SECTION_BYTES // nbytes))
+    return Backward(tile, memory.Sums(blocks * tile.block_m * tile.head_dim, tile.head_dim, blocks), sections)
+
+
+@lru_cache(maxsize=4096)
+def backward_scratch(problem: Problem, taken: Backward) -> BackwardScratch:
+    """Counts are there for calls that may overlap others of their stream."""
+    rows, q_batch = memory.row_nbytes(problem), math.prod(problem.q_batch)
+    sums, counts = 4 * q_batch * taken.sums.elements, CLAIMS_NBYTES + TURN_NBYTES * q_batch * taken.sums.turns
+    delta, accum, counts_at, end = itertools.accumulate((rows, rows, sums, counts))
+    return BackwardScratch(0, delta, accum, counts_at, end + 16, counts)
+
+
+def backward_maps(problem: Problem, layout: memory.Layout, taken: Backward) -> tuple[Map, ...] | None:
+    """The maps of q, k, v and do, None where the copy engine cannot follow an array."""
+    found = []
+    for name in ("q", "k", "v", "dout"):
+        rows = taken.tile.block_n if name in ("k", "v") else taken.tile.block_m
+        box = tma.box(problem.dtype, layout.lengths[name], layout.extents, layout.strides[name], rows)
+        if box is None:
+            return None
+        found.append(_map(name, 0, box))
+    return tuple(found)

@@ -11,18 +11,18 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuflash import compile, few, hopper, memory, params, tiles, tma
+from cuflash import compile, few, hopper, memory, overlap, params, tiles, tma
 from cuflash.problem import Problem
 
 LOG2E = math.log2(math.e)
-_CLAIMS, _SPLIT_ROWS = (len(params.TENSORS) + params.SCRATCH.index(name) for name in ("claims", "split_rows"))
-"""Where they are among the pointers of a call."""
+_POINTERS = {name: index for index, name in enumerate((*params.TENSORS, *params.SCRATCH))}
+"""Where arrays are among the pointers of a call."""
 _MERGE_PARAMS = np.dtype(f"V{params.MERGE_SIZE}")
 
 
@@ -39,6 +39,8 @@ class _Launch:
     maps: tuple[hopper.Map, ...]
     packed: np.dtype[Any]
     """Of the parameters, as one scalar."""
+    overlaps: bool = False
+    """Whether it may start before the kernel ahead of it has ended."""
 
 
 class _Needs(NamedTuple):
@@ -54,10 +56,12 @@ class _Needs(NamedTuple):
     """Bytes of counters, in which the kernel finds zeros and leaves zeros."""
     counts_at: int = 0
     """Where they begin in the scratch memory of a call that may overlap others of its stream."""
+    counters: tuple[tuple[int, int], ...] = ((_POINTERS["claims"], 0),)
+    """Which pointers name counters, and where those begin among them."""
 
 
-class _Forward(NamedTuple):
-    """What a forward does, but for the pointers."""
+class _Plan(NamedTuple):
+    """What a call does, but for the pointers."""
 
     launches: tuple[_Launch, ...]
     needs: _Needs | None = None
@@ -136,7 +140,10 @@ def workspace_nbytes(problem: Problem, operation: str) -> int:
         if sm90 := _sm90(problem, families):
             return hopper.scratch(problem, sm90).nbytes
         return max((few.scratch(problem, kernel).nbytes for kernel in _few(problem, families)), default=0)
-    return memory.workspace_of(problem, _fused_tile(problem, families.portable)).nbytes
+    nbytes = memory.workspace_of(problem, _fused_sums(problem, families.portable)).nbytes
+    if taken := _sm90_backward(problem, families):
+        nbytes = max(nbytes, hopper.backward_scratch(problem, taken).nbytes)
+    return nbytes
 
 
 def _few(problem: Problem, families: Families) -> tuple[few.Few, ...]:
@@ -160,6 +167,18 @@ def _fused_tile(problem: Problem, family: str) -> tiles.Tile | None:
     dtype, target = problem.dtype, _target(problem.device)
     head_dim = tiles.bucket(tiles.FUSED, dtype, "16", target, family, max(problem.d, problem.e))
     return None if head_dim is None else tiles.tile(tiles.FUSED, dtype, head_dim, "16", True, target, family)
+
+
+def _fused_sums(problem: Problem, family: str) -> memory.Sums | None:
+    tile = _fused_tile(problem, family)
+    return None if tile is None else memory.fused_sums(problem.m, tile)
+
+
+def _sm90_backward(problem: Problem, families: Families) -> hopper.Backward | None:
+    """How the backward of the sm90 family may take a problem, None where others do."""
+    if not families.hopper or not problem.has_value or not _is_plain(problem):
+        return None
+    return hopper.backward(problem)
 
 
 def forward(
@@ -196,7 +215,8 @@ def _provide(
             _copy(arrays[index], batch, workspace, pointers[index])
         if own_counts:
             claims = start + needs.counts_at
-    pointers[_CLAIMS] = claims
+    for index, offset in needs.counters:
+        pointers[index] = claims + offset if claims else 0
     return (workspace, counters), claims, own_counts
 
 
@@ -210,10 +230,17 @@ def backward(
     tiles_in, rows_in = inputs[0] | inputs[1] | inputs[2] | inputs[6], inputs[4] | inputs[6]
     vectors = inputs[3] | inputs[5] | inputs[7] | results[3]
     bits = (_Bits(tiles_in & 15, rows_in & 15, vectors & 15), *(x & 15 for x in results[:3]))
-    family = (families or _families(problem.device)).portable
-    plan = _plan_backward(problem, family, strides + result_strides, *bits)
+    families = families or _families(problem.device)
+    sm90 = _sm90_backward(problem, families)
+    if sm90 and (sm90_plan := _plan_backward_sm90(problem, sm90, strides + result_strides, *bits)):
+        launches, needs = sm90_plan
+        pointers = [*inputs, 0, 0, *results]
+        _held, zeros, nbytes = _provide(needs, problem.device, (), pointers, workspace)
+        _run(launches, pointers, zeros, nbytes)
+        return
+    plan = _plan_backward(problem, families.portable, strides + result_strides, *bits)
     fused = next((launch.variant.tile for launch in plan if launch.variant.operation == tiles.FUSED), None)
-    parts = memory.workspace_of(problem, fused)
+    parts = memory.workspace_of(problem, fused and memory.fused_sums(problem.m, fused))
     workspace, row_lse = _scratch(workspace, parts.nbytes)
     delta, dq_accum, dq_turn, claims, _ = (row_lse + offset for offset in parts)
     absent = [0] * len(memory.PLANES)
@@ -317,7 +344,10 @@ def _run(plan: Sequence[_Launch], pointers: Sequence[int], zeros: int = 0, nbyte
     for launch, taken in zip(plan, arguments, strict=True):
         if log:
             print(f"cuflash: {launch.variant}, grid {launch.grid[0]}", file=sys.stderr)
-        launch.kernel(launch.grid, launch.block, taken, shared_mem=launch.smem_bytes)
+        if launch.overlaps:
+            overlap.launch(launch.kernel, launch.grid[0], launch.block[0], taken[0], launch.smem_bytes)
+        else:
+            launch.kernel(launch.grid, launch.block, taken, shared_mem=launch.smem_bytes)
 
 
 # Plans
@@ -330,7 +360,7 @@ def _plan_forward(
     o_strides: memory.Strides | None,
     lse_strides: memory.Strides | None,
     bits: tuple[int, ...],
-) -> _Forward:
+) -> _Plan:
     """``bits``: of the addresses of q, k, v, key_bias, o and lse those below 16."""
     q, k, v, key_bias, o, lse = bits
     alike = _Bits(q | k | v, o, key_bias | lse)
@@ -347,7 +377,7 @@ def _plan_forward(
     variant = _variant(problem, "attention_forward", families.portable, load)
     blocks = -(-problem.m // variant.tile.block_m)
     vector = memory.load_kind(problem.dtype, layout, ("o",), alike.rows) == "16"
-    return _Forward((_launch(problem, variant, layout, blocks, store_vector=vector),))
+    return _Plan((_launch(problem, variant, layout, blocks, store_vector=vector),))
 
 
 def _plan_sm90(
@@ -356,7 +386,7 @@ def _plan_sm90(
     results: Mapping[str, memory.Strides | None],
     bits: _Bits,
     key_bias_bits: int,
-) -> _Forward | None:
+) -> _Plan | None:
     """None where the copy engine cannot follow the arrays."""
     if bits.loads % tma.ALIGNMENT and sm90.planes == 1 and not sm90.copies:
         return None
@@ -381,7 +411,7 @@ def _plan_sm90(
     if sm90.planes > 1:
         split = tiles.row_variant("attention_planes", problem.dtype, "strided", "90a", "sm90", problem.precision)
         launches.insert(0, _launch(taken, split, layout, ctas=-(-hopper.plane_warps(taken) // split.tile.warps)))
-    return _Forward(tuple(launches), _sm90_needs(problem, sm90, copied))
+    return _Plan(tuple(launches), _sm90_needs(problem, sm90, copied))
 
 
 def _copied(problem: Problem, sm90: hopper.Forward, key_bias_bits: int) -> tuple[str, ...]:
@@ -401,8 +431,8 @@ def _sm90_needs(problem: Problem, sm90: hopper.Forward, copied: tuple[str, ...])
     parts |= {name: begins[name] for name in copied}
     return _Needs(
         scratch.nbytes,
-        tuple((params.TENSORS.index(name), begin) for name, begin in parts.items()),
-        tuple((params.TENSORS.index(name), memory.own_batch(problem, name)) for name in copied),
+        tuple((_POINTERS[name], begin) for name, begin in parts.items()),
+        tuple((_POINTERS[name], memory.own_batch(problem, name)) for name in copied),
         hopper.CLAIMS_NBYTES if sm90.claims else 0,
         scratch.claims,
     )
@@ -416,21 +446,21 @@ def _sm90_terms(problem: Problem, plain: bool) -> tuple[str, ...]:
     return tuple(term for term in compile.SCORE_TERMS if has[term])
 
 
-def _plan_few(problem: Problem, family: str, layout: memory.Layout, kernel: few.Few) -> _Forward:
+def _plan_few(problem: Problem, family: str, layout: memory.Layout, kernel: few.Few) -> _Plan:
     variant, key_warps, row_blocks, splits = kernel
     main = _launch(problem, variant, layout, row_blocks * splits, splits=splits, key_warps=key_warps)
     if splits == 1:
-        return _Forward((main,))
+        return _Plan((main,))
     begin, nbytes = few.scratch(problem, kernel)
-    parts = ((_SPLIT_ROWS, begin),)
+    parts = ((_POINTERS["split_rows"], begin),)
     if kernel.merges:
-        return _Forward((main,), _Needs(nbytes, parts, counts=begin))  # which the counts come before
+        return _Plan((main,), _Needs(nbytes, parts, counts=begin))  # which the counts come before
     merge = _row_variant(problem, "attention_merge_splits", family, "strided")
     rows, warps = math.prod(layout.extents) * problem.m, merge.tile.warps
     shared = warps if splits > 32 else 1  # warps that share a row: its splits are more than lanes
     ctas = -(-rows * shared // warps)
     merging = _launch(problem, merge, layout, splits=splits, key_warps=shared, ctas=ctas)
-    return _Forward((main, merging), _Needs(nbytes, parts))
+    return _Plan((main, merging), _Needs(nbytes, parts))
 
 
 _BACKWARD_TENSORS = (
@@ -452,7 +482,8 @@ def _plan_backward(
     for gradient in gradient_bits:
         _Bits(gradient, 0, 0).check(problem.dtype)
     fused = _fused_tile(problem, family)
-    layout = memory.layout_of(problem, dict(zip(_BACKWARD_TENSORS, strides, strict=True)), fused)
+    sums = fused and memory.fused_sums(problem.m, fused)
+    layout = memory.layout_of(problem, dict(zip(_BACKWARD_TENSORS, strides, strict=True)), sums)
     load = memory.load_kind(problem.dtype, layout, ("q", "k", "v", "dout"), bits.loads)
     gradients = [pair for pair in zip(("dq", "dk", "dv"), gradient_bits, strict=True) if pair[0] in layout.strides]
     vector = {name: memory.load_kind(problem.dtype, layout, (name,), own) == "16" for name, own in gradients}
@@ -479,6 +510,57 @@ def _plan_backward(
                 aligned = all(vector.get(name, True) for name in names)
                 plan.append(_launch(problem, variant, layout, blocks, loop, need, aligned))
     return tuple(plan)
+
+
+@lru_cache(maxsize=4096)
+def _plan_backward_sm90(
+    problem: Problem,
+    taken: hopper.Backward,
+    strides: tuple[memory.Strides | None, ...],
+    bits: _Bits,
+    *gradient_bits: int,
+) -> _Plan | None:
+    """None where the copy engine cannot follow the arrays, or not all gradients are asked for, or dk and dv are summed
+    over different axes or dq over any."""
+    bits.check(problem.dtype)
+    for gradient in gradient_bits:
+        _Bits(gradient, 0, 0).check(problem.dtype)
+    if bits.loads % tma.ALIGNMENT:
+        return None
+    layout = memory.layout_of(problem, dict(zip(_BACKWARD_TENSORS, strides, strict=True)), taken.sums)
+    if not all(name in layout.strides for name in ("dout", "dq", "dk", "dv")):
+        return None
+    summed = memory.summed_axes(layout, "dk")
+    if summed != memory.summed_axes(layout, "dv") or memory.summed_axes(layout, "dq"):
+        return None
+    maps = hopper.backward_maps(problem, layout, taken)
+    if maps is None:
+        return None
+    names = zip(("dq", "dk", "dv"), gradient_bits, strict=True)
+    vector = all(memory.load_kind(problem.dtype, layout, (name,), own) == "16" for name, own in names)
+    delta_load = memory.load_kind(problem.dtype, layout, ("o", "dout"), bits.rows)
+    load = "16" if delta_load == "16" else "strided"
+    delta = tiles.row_variant("attention_delta", problem.dtype, load, "90a", "sm90")
+    main = tiles.sm90_backward_variant(problem.dtype, taken.tile, problem.deterministic)
+    rows = memory.padded_rows(problem.m) // (delta.tile.threads // 8)
+    owned = math.prod(layout.extents[i] for i in range(memory.MAX_BATCH_AXES) if i not in summed)
+    ctas = min(-(-problem.n // taken.tile.block_n) * owned, _multiprocessors(problem.device))
+    launches = (
+        _launch(problem, delta, layout, rows),
+        replace(
+            _launch(
+                problem, main, layout, loop=summed, store_vector=vector, sections=min(taken.sections, owned),
+                maps=maps, ctas=ctas,
+            ),
+            overlaps=True,
+        ),
+    )  # fmt: skip
+    scratch = hopper.backward_scratch(problem, taken)
+    begins = scratch._asdict()
+    parts = tuple((_POINTERS[name], begins[name]) for name in ("row_lse", "delta", "dq_accum"))
+    counters = ((_POINTERS["claims"], 0), (_POINTERS["dq_turn"], hopper.CLAIMS_NBYTES))
+    needs = _Needs(scratch.nbytes, parts, (), scratch.counts_nbytes, scratch.counts, counters)
+    return _Plan(launches, needs)
 
 
 def _backward_operations(problem: Problem, family: str) -> dict[str, tuple[str, ...]]:
@@ -600,7 +682,7 @@ def _launch(
     tail = params.pack_tail(layout.strides, ints, scalars, problem.dtype, variant.maps)
     packed = np.dtype(f"V{params.size(variant.operation, problem.dtype, variant.maps)}")
     block = (variant.tile.threads,)
-    if maps:
+    if variant.operation == "attention_forward" and maps:
         maps += (output or hopper.NO_MAP,)
     return _Launch(kernel, variant, (grid,), block, variant.smem_bytes, tail, maps, packed)
 

@@ -58,8 +58,23 @@ def plane_pitch(cols: int) -> int:
     return -(-cols // 8) * 8
 
 
+class Sums(NamedTuple):
+    """What a kernel for all gradients keeps of dq, at a batch position of q."""
+
+    elements: int
+    row: int
+    """Elements from row to row."""
+    turns: int
+    """Records of whose turn it is."""
+
+
+def fused_sums(m: int, tile: tiles.Tile) -> Sums:
+    """Of the portable families: rows in tiles of 16, counts in fours."""
+    return Sums(-(-m // 16) * 16 * tile.head_dim, tile.head_dim, -(-m // (4 * tile.block_m)) * 4)
+
+
 def layout_of(
-    problem: Problem, given: Mapping[str, Strides | None], fused: tiles.Tile | None = None, planes: bool = False
+    problem: Problem, given: Mapping[str, Strides | None], sums: Sums | None = None, planes: bool = False
 ) -> Layout:
     """Batch axes coalesced over all arrays of the call, workspace included; strides in elements."""
     m, n, d, e = problem.m, problem.n, problem.d, problem.e
@@ -77,16 +92,10 @@ def layout_of(
             core_strides[name] = tuple(elements(s, itemsize) for s in (*strides[len(shape) :], 0)[:2])
     for name in ("row_lse", "delta"):
         batch_strides[name], core_strides[name] = _contiguous(problem, problem.inner_batch, padded_rows(m)), (1, 0)
-    if fused and "dq" in batch_strides:
-        sums = _accumulated_rows(m) * fused.head_dim
-        batch_strides["dq_accum"], core_strides["dq_accum"] = (
-            _contiguous(problem, problem.q_batch, sums),
-            (fused.head_dim, 0),
-        )
-        batch_strides["dq_turn"], core_strides["dq_turn"] = (
-            _contiguous(problem, problem.q_batch, _turn_count(m, fused)),
-            (1, 0),
-        )
+    if sums and "dq" in batch_strides:
+        batch_strides["dq_accum"] = _contiguous(problem, problem.q_batch, sums.elements)
+        batch_strides["dq_turn"] = _contiguous(problem, problem.q_batch, sums.turns)
+        core_strides["dq_accum"], core_strides["dq_turn"] = (sums.row, 0), (1, 0)
     for name in (name for name in PLANES if planes and name[0] in batch_strides):
         rows, cols = lengths[name] = lengths[name[0]]
         pitch, shape = plane_pitch(cols), own_batch(problem, name[0])
@@ -172,15 +181,6 @@ def padded_rows(m: int) -> int:
     return -(-m // params.ROW_PADDING) * params.ROW_PADDING
 
 
-def _accumulated_rows(m: int) -> int:
-    return -(-m // 16) * 16
-
-
-def _turn_count(m: int, fused: tiles.Tile) -> int:
-    """Counts of turns of one batch element of q, a multiple of 4."""
-    return -(-m // (4 * fused.block_m)) * 4
-
-
 class Workspace(NamedTuple):
     """Where the parts of the scratch memory begin, from a multiple of 16, and its size."""
 
@@ -192,13 +192,16 @@ class Workspace(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def workspace_of(problem: Problem, fused: tiles.Tile | None) -> Workspace:
-    """``fused``: the tile of the kernel for all gradients, None where there is none."""
-    accumulator, q_batch = tiles.accumulator_bytes(problem.dtype), math.prod(problem.q_batch)
-    rows = accumulator * math.prod(problem.inner_batch) * padded_rows(problem.m)
-    sums = turns = claims = 0  # zeroed before each call, in one piece
-    if fused:
-        sums = accumulator * q_batch * _accumulated_rows(problem.m) * fused.head_dim
-        turns, claims = 4 * q_batch * _turn_count(problem.m, fused), 16
-    delta, accum, turn, claim, end = itertools.accumulate((rows, rows, sums, turns, claims))
+def workspace_of(problem: Problem, sums: Sums | None) -> Workspace:
+    """``sums``: of the portable kernel for all gradients, None where there is none."""
+    accumulator, q_batch, rows = tiles.accumulator_bytes(problem.dtype), math.prod(problem.q_batch), row_nbytes(problem)
+    elements = turns = claims = 0  # zeroed before each call, in one piece
+    if sums:
+        elements, turns, claims = accumulator * q_batch * sums.elements, 4 * q_batch * sums.turns, 16
+    delta, accum, turn, claim, end = itertools.accumulate((rows, rows, elements, turns, claims))
     return Workspace(delta, accum, turn, claim, end + 16)  # the caller's memory may start anywhere
+
+
+def row_nbytes(problem: Problem) -> int:
+    """Of row_lse or delta."""
+    return tiles.accumulator_bytes(problem.dtype) * math.prod(problem.inner_batch) * padded_rows(problem.m)

@@ -775,6 +775,10 @@ def _sm90_variants() -> list[Variant]:
                 found += [sm90_variant(dtype, t, precision, terms) for t in dict.fromkeys(wanted) if t is not None]
             if params.planes(dtype, precision) > 1:
                 found.append(row_variant("attention_planes", dtype, "strided", "90a", "sm90", precision))
+    for dtype in (dtype for dtype in ITEMSIZE if kind(dtype) == "16 bits"):
+        for tile, ordered in itertools.product(SM90_BACKWARD.values(), (True, False)):
+            found.append(sm90_backward_variant(dtype, tile, ordered))
+        found += [row_variant("attention_delta", dtype, load, "90a", "sm90") for load in ("16", "strided")]
     return found
 
 

@@ -21,9 +21,12 @@
 namespace cuflash {
 
 constexpr int kConsumers = 2, kStages = kTile.stages;
-constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;  // of each thread: all of 504
 // Of dq a warpgroup has 64 rows or 64 columns.
 constexpr bool kSplitRows = kTile.block_m == 128;
+// Of each thread: all of 504.
+constexpr int kProducerRegisters = 24, kConsumerRegisters = (504 - kProducerRegisters) / 2;
+// The sums of dv are formed under ds.
+constexpr bool kEarlyP = !kSplitRows;
 constexpr int kDsBuffers = 2, kDqBuffers = 2;
 static_assert(kTile.block_n == 64 * kConsumers, "each consumer warpgroup has 64 keys");
 static_assert(kSplitRows ? kTile.head_dim == 64 : kTile.block_m == 64 && kTile.head_dim > 64 && kTile.head_dim <= 128);
@@ -286,14 +289,25 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
         issue_nt<kTile.value_dim>(dp, smem.v, group_key0, smem.dout[own.stage]);
         const bool masked = !work.rows.is_full(step.block) || key0 + kTile.block_n > params.seqlen_k;
         if (masked) mask_by_row_limits(s, params, key0 + warp_key0, row0);
-        scores_to_p(s, params, smem.rows[own.stage].lse);
+        const float* lse = smem.rows[own.stage].lse;
+        if (any_is_large<kTile.block_m>(lse)) {
+          const BatchIndex batch = batch_index(params, work.owned, step.summed);
+          const float* row_lse = base<float>(static_cast<const void*>(params.lse), params.lse_stride, batch);
+          large_scores_to_p(s, params, lse, row_lse + row0 * params.lse_stride.row);
+        } else {
+          scores_to_p(s, params, lse);
+        }
         OperandA<kTile.block_m> p, ds;
-        p.from(s);
+        if constexpr (kEarlyP) p.from(s);
         wgmma_wait<0>(dp);
         if (left == 1) release(smem.v_barriers.empty);
+        if constexpr (kEarlyP) issue_nn(dv, p, smem.dout[own.stage], begins);
         dp_to_ds(dp, s, smem.rows[own.stage].delta);
-        issue_nn(dv, p, smem.dout[own.stage], begins);
         ds.from(dp);
+        if constexpr (!kEarlyP) {
+          p.from(s);
+          issue_nn(dv, p, smem.dout[own.stage], begins);
+        }
 #pragma unroll
         for (int k = 0; k < kTile.block_m / 16; ++k)
           stmatrix_x4(DsTile::advance(ds_at + ds_buffer * sizeof(DsTile), 0, 16 * k), ds.x[0][k]);
@@ -348,7 +362,8 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
         begins = false;
         step.next(work);
       } while (--left > 0);
-      wgmma_wait<0>(s);
+      wgmma_wait<0>(dk);
+      wgmma_wait<0>(dv);
     }
     const BatchIndex batch = batch_index(params, work.owned, 0);
     const int row0 = work.block * kTile.block_n + warp_key0;

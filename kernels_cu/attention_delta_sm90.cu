@@ -1,5 +1,5 @@
 // Before the backward of sm_90, which takes lse as an exponent of 2 and starts under this kernel.
-#include "delta.cuh"
+#include "attention_delta.cuh"
 #include "ptx/grid.cuh"
 
 extern "C" __global__ void __launch_bounds__(cuflash::kThreads, 1)

@@ -26,7 +26,8 @@ ALLOWED = {
     "memory": {"params", "problem", "tiles"},
     "hopper": {"memory", "params", "problem", "tiles", "tma"},
     "few": {"compile", "memory", "problem", "tiles"},
-    "launch": {"arrays", "compile", "few", "hopper", "memory", "params", "problem", "tiles", "tma"},
+    "overlap": set(),
+    "launch": {"arrays", "compile", "few", "hopper", "memory", "overlap", "params", "problem", "tiles", "tma"},
     "calls": {"arrays", "host", "launch", "problem"},
     "api": {"arrays", "calls", "problem"},
     "cli_dense": set(),
@@ -40,7 +41,7 @@ ALLOWED = {
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py"))
 
 # Who may import CuPy and the CUDA packages, and even these only inside a function.
-USES_CUDA = {"arrays", "compile", "launch", "tma"}
+USES_CUDA = {"arrays", "compile", "launch", "overlap", "tma"}
 CUDA_PACKAGES = {"cupy", "cuda", "cupyx"}
 
 
@@ -129,9 +130,9 @@ LAYERS = (
         "planes.cuh",
     ),
     (
-        "score.cuh", "terms_*.cuh", "blocks.cuh", "order.cuh", "softmax*.cuh", "recompute.cuh", "warp_grid.cuh",
+        "score.cuh", "terms_*.cuh", "blocks.cuh", "order.cuh", "softmax*.cuh", "recompute*.cuh", "warp_grid.cuh",
         "store*.cuh", "red.cuh", "gemm*.cuh", "product.cuh", "pipeline*.cuh", "epilogue.cuh", "feature_tile.cuh",
-        "narrow_*.cuh", "row_sums.cuh", "dq_sums.cuh", "mask.cuh", "bases.cuh", "merge_splits.cuh", "key_*.cuh",
+        "narrow_*.cuh", "row_sums.cuh", "dq_*.cuh", "mask.cuh", "bases.cuh", "merge_splits.cuh", "key_*.cuh",
         "dense_keys.cuh",
     ),
     ("attention_*.cuh",),

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash import calls, compile, hopper, launch, params, tiles, tma
+from cuflash import calls, compile, hopper, launch, overlap, params, tiles, tma
 
 TARGETS = [("sm75", "75"), ("sm75", "90a")] + [("sm80", target) for target in compile.TARGETS[1:]]
 PORTABLE = {"sm75": "sm75", "sm80": "sm80", "sm90": "sm80"}
@@ -52,6 +52,7 @@ class Pretended:
         patch.setattr(calls, "launcher", lambda: launch)
         patch.setattr(compile, "kernel", self.kernel)
         patch.setattr(tma, "encode", lambda box, address: bytes(params.TENSOR_MAP_BYTES))
+        patch.setattr(overlap, "launch", lambda k, grid, block, x, smem: k((grid,), (block,), (x,), shared_mem=smem))
         patch.setattr(launch, "_stream_id", lambda pointer: 100 + pointer)
         patch.setattr(hopper, "WORTH_PLANES", 0)
 

@@ -26,6 +26,35 @@ __device__ __forceinline__ void scores_to_p(Fragment<1, kCols>& s, const Params&
   for_each_of_rows(s, s, lse, [&](float& x, float&, float of_row) { x = ex2(fmaf(x, params.exponent_scale, -of_row)); });
 }
 
+// Whether an exponent of a row is so large that the FMA no longer meets it within a fraction, given lse as above.
+__device__ __forceinline__ bool is_large_exponent(float lse) { return fabsf(lse) >= kLargeExponent && lse < pos_inf(); }
+template <int kCols>
+__device__ __forceinline__ bool any_is_large(const float* lse) {
+  bool large = false;
+#pragma unroll
+  for (int i = 0; i < kCols; i += 32) {
+    float of_row;
+    ld_shared(of_row, shared_address(lse + i + lane_id()));
+    large |= is_large_exponent(of_row);
+  }
+  return __any_sync(kFullWarp, large);
+}
+// p where some are: the difference is taken first, in natural units, of products rounded as the forward rounded them
+// (recompute.cuh). `row_lse`: in natural units, of the fragment's first row, in global memory.
+template <int kCols>
+__device__ __forceinline__ void large_scores_to_p(Fragment<1, kCols>& s, const Params& params, const float* lse,
+                                                  const float* row_lse) {
+  const float* of_lane = row_lse + 2 * (lane_id() % 4) * params.lse_stride.row;
+  int col = 0;
+  for_each_of_rows(s, s, lse, [&](float& x, float&, float of_row) {
+    float exponent = fmaf(x, params.exponent_scale, -of_row);
+    if (is_large_exponent(of_row))
+      exponent = add_rn(mul_rn(x, params.lse_scale), -of_lane[(col / 4 * 8 + col % 2) * params.lse_stride.row]) * kLog2E;
+    x = ex2(exponent > 0 ? 0 : exponent);
+    ++col;
+  });
+}
+
 // ds / scale = p (dp - delta).
 template <int kCols>
 __device__ __forceinline__ void dp_to_ds(Fragment<1, kCols>& dp, Fragment<1, kCols>& p, const float* delta) {
