@@ -28,6 +28,8 @@ constexpr int kProducerRegisters = 24, kConsumerRegisters = (504 - kProducerRegi
 // The sums of dv are formed under ds.
 constexpr bool kEarlyP = !kSplitRows;
 constexpr int kDsBuffers = 2, kDqBuffers = 2;
+// The producer works out the next one while that of the tile before is still read.
+constexpr int kWorks = 3;
 static_assert(kTile.block_n == 64 * kConsumers, "each consumer warpgroup has 64 keys");
 static_assert(kSplitRows ? kTile.head_dim == 64 : kTile.block_m == 64 && kTile.head_dim > 64 && kTile.head_dim <= 128);
 static_assert(kRowPadding % kTile.block_m == 0, "tiles of row vectors load whole");
@@ -68,8 +70,23 @@ struct Step {
   int block, summed = 0;
 
   __device__ __forceinline__ explicit Step(const KeyWork& work) : block(work.rows.end - 1) {}
-  __device__ __forceinline__ void next(const KeyWork& work) {
-    if (--block < work.rows.begin) block = work.rows.end - 1, ++summed;
+  // Whether it is at another batch position.
+  __device__ __forceinline__ bool next(const KeyWork& work) {
+    if (--block >= work.rows.begin) return false;
+    block = work.rows.end - 1;
+    ++summed;
+    return true;
+  }
+};
+
+// Where a role is among the tiles of its CTA: the record, and the phase of K and V.
+struct TileState {
+  int slot = 0;
+  u32 parity = 0;
+
+  __device__ __forceinline__ void next() {
+    slot = slot + 1 == kWorks ? 0 : slot + 1;
+    parity ^= 1;
   }
 };
 
@@ -90,8 +107,8 @@ struct SharedStorage {
   RowVectors rows[kStages];
   BufferBarriers k_barriers, v_barriers, q_barriers[kStages], dout_barriers[kStages];
   u64 dq_ready[kDqBuffers], dq_staged[kDqBuffers];
-  DqRole dq_role[kDqBuffers];  // there when the buffer is ready
-  KeyWork work[2];             // there when K is
+  DqPart dq_part[kDqBuffers];  // there when the buffer is ready
+  KeyWork work[kWorks];        // there when K is
 };
 static_assert(sizeof(SharedStorage) == kSmemBytes, "the tile table counts the same bytes");
 
@@ -107,24 +124,29 @@ __device__ __forceinline__ void produce(const TmaParams& tma, SharedStorage& sme
   const auto claim = [&] { return int(atomicInc(params.claims, tiles + gridDim.x - 1)); };
   int tile = claim();
   PipelineState<kStages> q;
-  u32 parity = 0;  // of K and V
-  grid_wait();     // row vectors are there
-  for (;; parity ^= 1) {
-    KeyWork& record = smem.work[parity];
+  TileState state;
+  grid_wait();  // row vectors are there
+  for (;; state.next()) {
+    const u32 parity = state.parity;
+    KeyWork& work = smem.work[state.slot];
     if (tile >= tiles) {
+      work.block = -1;
       mbarrier_wait(smem.k_barriers.empty, parity ^ 1);
-      record.block = -1;
       mbarrier_arrive(smem.k_barriers.full);
       return;
     }
-    KeyWork work;
     work.locate(params, tile);
     tile = claim();
     Step step(work);
+    BatchIndex batch;
+    i64 batch_at;  // of lse and delta
+    const auto begin_batch = [&] {
+      batch = batch_index(params, work.owned, step.summed);
+      batch_at = offset(params.row_lse_stride, batch);
+    };
     const auto fill_rows = [&] {
-      const BatchIndex batch = batch_index(params, work.owned, step.summed);
       const int row0 = step.block * kTile.block_m;
-      const i64 at = offset(params.row_lse_stride, batch) + row0;  // where delta is, too
+      const i64 at = batch_at + row0;
       const u32 nbytes = sizeof(RowVectors::lse);
       RowVectors& rows = smem.rows[q.stage];
       fill(smem.q[q.stage], smem.q_barriers[q.stage], q.parity, tma.q, row0, batch, params.q_stride, nbytes);
@@ -133,94 +155,93 @@ __device__ __forceinline__ void produce(const TmaParams& tma, SharedStorage& sme
            nbytes);
       bulk_load(rows.delta, params.delta + at, nbytes, smem.dout_barriers[q.stage].full);
       q.next();
-      step.next(work);
+      if (step.next(work)) begin_batch();
     };
+    begin_batch();
     // The first rows of a block of keys may come while the last ones of the block before still need K.
-    if (work.steps > 0) fill_rows();
-    const BatchIndex batch = batch_index(params, work.owned, 0);
-    const int key0 = work.block * kTile.block_n;
-    mbarrier_wait(smem.k_barriers.empty, parity ^ 1);
-    record = work;
-    fill(smem.k, smem.k_barriers, parity, tma.k, key0, batch, params.k_stride);
-    fill(smem.v, smem.v_barriers, parity, tma.v, key0, batch, params.v_stride);
+    const bool has_steps = work.steps > 0;
+    const BatchIndex own_batch = batch;
+    if (has_steps) fill_rows();
+    fill(smem.v, smem.v_barriers, parity, tma.v, work.block * kTile.block_n, own_batch, params.v_stride);
+    fill(smem.k, smem.k_barriers, parity, tma.k, work.block * kTile.block_n, own_batch, params.k_stride);
     for (int i = 1; i < work.steps; ++i) fill_rows();
   }
 }
 
-// One thread: passes on what the consumers form of dq.
+// One thread: passes on what the consumers form of dq. What it is at is kept in shared memory: registers are few.
 __device__ __forceinline__ void send_dq(const Params& params, SharedStorage& smem) {
-  PipelineState<kDqBuffers> dq;
-  for (u32 parity = 0;; parity ^= 1) {
-    mbarrier_wait(smem.k_barriers.full, parity);
-    const KeyWork work = smem.work[parity];
+  DqTurn* const turns = reinterpret_cast<DqTurn*>(params.dq_turn);
+  const auto sum_of = [&](const DqPart& part) { return params.dq_accum + i64(part.number) * (sizeof(DqSums) / 4); };
+  PipelineState<kDqBuffers> buffer;  // of the part that comes next
+  PipelineState<kDqBuffers> staged;  // of the part that is sent next
+  TileState tile;
+  for (;; tile.next()) {
+    mbarrier_wait(smem.k_barriers.full, tile.parity);
     mbarrier_arrive(smem.k_barriers.empty);
+    const KeyWork& work = smem.work[tile.slot];
     if (work.block < 0) return;
+    if (work.steps == 0) continue;
     Step step(work);
-    const auto turn_of = [&](const Step& s) -> DqTurn& {
-      const BatchIndex batch = batch_index(params, work.owned, s.summed);
-      return reinterpret_cast<DqTurn*>(params.dq_turn)[offset(params.dq_turn_stride, batch) + s.block];
+    int batch_number;
+    const auto begin_batch = [&] {
+      batch_number = int(offset(params.dq_turn_stride, batch_index(params, work.owned, step.summed)));
     };
-    const auto sums_at = [&](const Step& s) {
-      const BatchIndex batch = batch_index(params, work.owned, s.summed);
-      return params.dq_accum + offset(params.dq_accum_stride, batch) + i64(s.block) * (sizeof(DqSums) / 4);
+    begin_batch();
+    // The next part: when it comes among those that are added to the same sum.
+    const auto draw = [&] {
+      DqPart part{ordered_role(params, work.block, step.block * kTile.block_m), batch_number + step.block};
+      if (!kDeterministic && part.role.count > 1) part.role.rank = atomicAdd(&turns[part.number].drawn, 1);
+      smem.dq_part[buffer.stage] = part;
+      if (step.next(work)) begin_batch();
     };
-    const auto draw = [&](const Step& s) {
-      DqRole role = ordered_role(params, work.block, s.block * kTile.block_m);
-      if (!kDeterministic && role.count > 1) role.rank = atomicAdd(&turn_of(s).drawn, 1);
-      return role;
-    };
-    // Hands the buffer of a step to the consumers: where the part is the last one, with the sum of the others.
-    const auto prepare = [&](const Step& s, const DqRole& role) {
-      smem.dq_role[dq.stage] = role;
-      if (role.is_last() && role.count > 1) {
-        DqTurn& turn = turn_of(s);
-        await_parts(turn, role.count - 1);
+    // Hands its buffer to the consumers: where theirs is the last part, with the sum of the others.
+    const auto prepare = [&] {
+      const DqPart part = smem.dq_part[buffer.stage];
+      u64& ready = smem.dq_ready[buffer.stage];
+      if (part.role.is_last() && !part.role.is_first()) {
+        DqTurn& turn = turns[part.number];
+        await_parts(turn, part.role.rank);
         turn = DqTurn{};
         fence_async_proxy_all();  // the copy engine reads what others' have written
-        mbarrier_arrive_expect(smem.dq_ready[dq.stage], sizeof(DqSums));
-        bulk_load(&smem.dq[dq.stage], sums_at(s), sizeof(DqSums), smem.dq_ready[dq.stage]);
+        mbarrier_arrive_expect(ready, sizeof(DqSums));
+        bulk_load(&smem.dq[buffer.stage], sum_of(part), sizeof(DqSums), ready);
       } else {
-        mbarrier_arrive(smem.dq_ready[dq.stage]);
+        mbarrier_arrive(ready);
       }
+      buffer.next();
     };
-    DqRole role;
-    if (work.steps > 0) {
-      role = draw(step);
-      prepare(step, role);
-    }
-    for (int left = work.steps; left > 0; --left) {
-      const int staged = dq.stage;
-      const u32 staged_parity = dq.parity;
-      const Step current = step;
-      step.next(work);
-      dq.next();
-      DqRole next;
-      bool prepared = left == 1;
-      if (kDeterministic && left > 1) {
-        next = draw(step);
+    draw();
+    prepare();
+    for (int left = work.steps - 1; left >= 0; --left) {
+      bool prepared = left == 0;
+      if (kDeterministic && left > 0) {
+        draw();
         // What waits for others comes after what others wait for.
-        if (!next.is_last() || next.count == 1) prepare(step, next), prepared = true;
+        const DqRole next = smem.dq_part[buffer.stage].role;
+        if (!next.is_last() || next.is_first()) prepare(), prepared = true;
       }
-      mbarrier_wait(smem.dq_staged[staged], staged_parity);
-      if (!role.is_last()) {
-        DqTurn& turn = turn_of(current);
-        if (!role.is_first()) {
-          await_parts(turn, kDeterministic ? role.rank : 1);
-          fence_async_proxy_all();  // the copy engine adds to what others' have written
-          bulk_add(sums_at(current), smem.dq[staged].x, sizeof(DqSums));
+      mbarrier_wait(smem.dq_staged[staged.stage], staged.parity);
+      const DqPart part = smem.dq_part[staged.stage];
+      const bool sends = !part.role.is_last();
+      if (sends) {
+        const float* own = smem.dq[staged.stage].x;
+        if (part.role.is_first()) {
+          bulk_store(sum_of(part), own, sizeof(DqSums));
         } else {
-          bulk_store(sums_at(current), smem.dq[staged].x, sizeof(DqSums));
+          await_parts(turns[part.number], kDeterministic ? part.role.rank : 1);
+          fence_async_proxy_all();  // the copy engine adds to what others' have written
+          bulk_add(sum_of(part), own, sizeof(DqSums));
         }
         bulk_commit();
-        if (!kDeterministic && left > 1) next = draw(step);
+      }
+      if (!kDeterministic && left > 0) draw();
+      if (sends) {
         bulk_wait();
         fence_async_proxy_all();  // what the copy engine has written comes before the count
-        add_release(&turn.done);
-      } else if (!kDeterministic && left > 1) {
-        next = draw(step);
+        add_release(&turns[smem.dq_part[staged.stage].number].done);
       }
-      if (!prepared) prepare(step, next);
-      role = next;
+      staged.next();
+      if (!prepared) prepare();
     }
   }
 }
@@ -261,9 +282,10 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
   Scores s;
   const auto issue_scores = [&] { issue_nt<kTile.head_dim>(s, smem.k, group_key0, smem.q[q.stage]); };
 
-  for (u32 parity = 0;; parity ^= 1) {
+  for (TileState tile;; tile.next()) {
+    const u32 parity = tile.parity;
     mbarrier_wait(smem.k_barriers.full, parity);
-    const KeyWork& work = smem.work[parity];
+    const KeyWork& work = smem.work[tile.slot];
     if (work.block < 0) return;
     Fragment<1, kTile.head_dim> dk;
     Fragment<1, kTile.value_dim> dv;
@@ -328,7 +350,7 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
         wgmma_wait<1>(dq);
         if (left == 1) release(smem.k_barriers.empty);
         mbarrier_wait(smem.dq_ready[dq_buffer.stage], dq_buffer.parity);
-        const DqRole role = smem.dq_role[dq_buffer.stage];
+        const DqRole role = smem.dq_part[dq_buffer.stage].role;
         const u32 at = dq_at + dq_buffer.stage * sizeof(DqSums);
         const int columns = kSplitRows ? 64 : min_of(64, kTile.head_dim - 64 * group);
         if (role.is_last()) {

@@ -26,6 +26,11 @@ struct DqRole {
   __device__ __forceinline__ bool is_last() const { return rank == count - 1; }
 };
 
+struct DqPart {
+  DqRole role;
+  int number;  // of the sum and of its turn
+};
+
 // Of a CTA with keys of `key_block`, for query rows from row0 on.
 __device__ __forceinline__ DqRole ordered_role(const Params& params, int key_block, int row0) {
   const BlockRange keys =
