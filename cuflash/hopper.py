@@ -253,6 +253,9 @@ def _map(tensor: str, offset: int, box: tma.Box) -> Map:
     return Map(params.TENSORS.index(tensor), offset, box, lru_cache(maxsize=256)(partial(tma.encode, box)))
 
 
+DELTA_ROWS = 64
+"""Of a CTA of attention_delta_sm90.cu."""
+
 TURN_NBYTES = 8
 """Of the record of a block of query rows, as dq_turns_sm90.cuh has it."""
 

@@ -542,11 +542,10 @@ def _plan_backward_sm90(
     load = "16" if delta_load == "16" else "strided"
     delta = tiles.row_variant("attention_delta", problem.dtype, load, "90a", "sm90")
     main = tiles.sm90_backward_variant(problem.dtype, taken.tile, problem.deterministic)
-    rows = memory.padded_rows(problem.m) // (delta.tile.threads // 8)
     owned = math.prod(layout.extents[i] for i in range(memory.MAX_BATCH_AXES) if i not in summed)
     ctas = min(-(-problem.n // taken.tile.block_n) * owned, _multiprocessors(problem.device))
     launches = (
-        _launch(problem, delta, layout, rows),
+        _launch(problem, delta, layout, memory.padded_rows(problem.m) // hopper.DELTA_ROWS),
         replace(
             _launch(
                 problem, main, layout, loop=summed, store_vector=vector, sections=min(taken.sections, owned),

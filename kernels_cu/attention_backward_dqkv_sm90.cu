@@ -2,7 +2,7 @@
 // stream by, brought by the copy engine. Two warpgroups multiply by wgmma, each of them on 64 keys and transposed scores,
 // so that p^T and ds^T go from accumulators to A operands without leaving registers:
 //   s^T = K Q^T,  dp^T = V dO^T,  p = exp(s - lse),  ds = p (dp - delta),  dV += p^T dO,  dK += ds^T Q.
-// They share ds for dQ = ds K, of which each forms one half. A thread of the producer's warpgroup passes that on
+// They share ds for dQ = ds K, of which each forms one half. Threads of the producer's warpgroup pass that on
 // (dq_turns_sm90.cuh). CTAs stay and claim one block of keys after another. A CTA sums dk and dv over the batch axes on
 // which they were broadcast, in a fixed order: no atomics.
 #include "gemm_sm90.cuh"
@@ -28,6 +28,7 @@ constexpr int kProducerRegisters = 24, kConsumerRegisters = (504 - kProducerRegi
 // The sums of dv are formed under ds.
 constexpr bool kEarlyP = !kSplitRows;
 constexpr int kDsBuffers = 2, kDqBuffers = 2;
+constexpr int kStagers = 4 * kConsumers;  // warps that put dq in a buffer
 // The producer works out the next one while that of the tile before is still read.
 constexpr int kWorks = 3;
 static_assert(kTile.block_n == 64 * kConsumers, "each consumer warpgroup has 64 keys");
@@ -52,28 +53,30 @@ using DqHalf = Fragment<1, 64>;
 struct KeyWork {
   int block, owned;  // block: -1 after the last
   BlockRange rows;
-  int steps;
+  int first, steps;
 
   __device__ __forceinline__ void locate(const Params& params, int tile) {
-    const Work work = locate_in_section(params, ceil_div(params.seqlen_k, kTile.block_n), tile);
+    const int n_blocks = ceil_div(params.seqlen_k, kTile.block_n);
+    const Work work =
+        kDeterministic ? locate_section_rows(params, n_blocks, tile) : locate_in_section(params, n_blocks, tile);
     block = work.block;
     owned = work.owned;
     const int key0 = block * kTile.block_n;
     rows = query_blocks(params, key0, min_of(params.seqlen_k, key0 + kTile.block_n), kTile.block_m);
+    first = first_row_block(params, rows, block, n_blocks);
     steps = (rows.end - rows.begin) * loop_count(params);
   }
 };
 
-// Where a role is in its work: query blocks from the last one on, batch position after batch position. Under a causal
-// band all that see a block of keys see those before it, too, which so are a step ahead.
+// Where a role is in its work: query blocks from the first one on, all round, batch position after batch position.
 struct Step {
   int block, summed = 0;
 
-  __device__ __forceinline__ explicit Step(const KeyWork& work) : block(work.rows.end - 1) {}
+  __device__ __forceinline__ explicit Step(const KeyWork& work) : block(work.first) {}
   // Whether it is at another batch position.
   __device__ __forceinline__ bool next(const KeyWork& work) {
-    if (--block >= work.rows.begin) return false;
-    block = work.rows.end - 1;
+    if (++block == work.rows.end) block = work.rows.begin;
+    if (block != work.first) return false;
     ++summed;
     return true;
   }
@@ -106,8 +109,8 @@ struct SharedStorage {
   DqSums dq[kDqBuffers];
   RowVectors rows[kStages];
   BufferBarriers k_barriers, v_barriers, q_barriers[kStages], dout_barriers[kStages];
-  u64 dq_ready[kDqBuffers], dq_staged[kDqBuffers];
-  DqPart dq_part[kDqBuffers];  // there when the buffer is ready
+  u64 dq_ready[kDqBuffers], dq_staged[kDqBuffers], dq_free[kDqBuffers];
+  DqPart dq_part[kDqBuffers];  // there from when the buffer is ready until it is free
   KeyWork work[kWorks];        // there when K is
 };
 static_assert(sizeof(SharedStorage) == kSmemBytes, "the tile table counts the same bytes");
@@ -136,7 +139,6 @@ __device__ __forceinline__ void produce(const TmaParams& tma, SharedStorage& sme
       return;
     }
     work.locate(params, tile);
-    tile = claim();
     Step step(work);
     BatchIndex batch;
     i64 batch_at;  // of lse and delta
@@ -165,38 +167,38 @@ __device__ __forceinline__ void produce(const TmaParams& tma, SharedStorage& sme
     fill(smem.v, smem.v_barriers, parity, tma.v, work.block * kTile.block_n, own_batch, params.v_stride);
     fill(smem.k, smem.k_barriers, parity, tma.k, work.block * kTile.block_n, own_batch, params.k_stride);
     for (int i = 1; i < work.steps; ++i) fill_rows();
+    // Not before: whoever claims first is to begin first. Consumers have as many steps left as there are stages.
+    tile = claim();
   }
 }
 
-// One thread: passes on what the consumers form of dq. What it is at is kept in shared memory: registers are few.
-__device__ __forceinline__ void send_dq(const Params& params, SharedStorage& smem) {
-  DqTurn* const turns = reinterpret_cast<DqTurn*>(params.dq_turn);
-  const auto sum_of = [&](const DqPart& part) { return params.dq_accum + i64(part.number) * (sizeof(DqSums) / 4); };
-  PipelineState<kDqBuffers> buffer;  // of the part that comes next
-  PipelineState<kDqBuffers> staged;  // of the part that is sent next
-  TileState tile;
-  for (;; tile.next()) {
+__device__ __forceinline__ DqTurn* turns_of(const Params& params) { return reinterpret_cast<DqTurn*>(params.dq_turn); }
+__device__ __forceinline__ float* sum_of(const Params& params, const DqPart& part) {
+  return params.dq_accum + i64(part.number) * (sizeof(DqSums) / 4);
+}
+
+// One thread: hands buffers for dq to the consumers, step by step; where theirs is the last part, with the sum of the
+// others in it.
+__device__ __forceinline__ void prepare_dq(const Params& params, SharedStorage& smem) {
+  DqTurn* const turns = turns_of(params);
+  PipelineState<kDqBuffers> buffer;
+  for (TileState tile;; tile.next()) {
     mbarrier_wait(smem.k_barriers.full, tile.parity);
     mbarrier_arrive(smem.k_barriers.empty);
     const KeyWork& work = smem.work[tile.slot];
-    if (work.block < 0) return;
-    if (work.steps == 0) continue;
+    if (work.block < 0) break;
     Step step(work);
     int batch_number;
     const auto begin_batch = [&] {
       batch_number = int(offset(params.dq_turn_stride, batch_index(params, work.owned, step.summed)));
     };
     begin_batch();
-    // The next part: when it comes among those that are added to the same sum.
-    const auto draw = [&] {
+    for (int left = work.steps; left > 0; --left) {
       DqPart part{ordered_role(params, work.block, step.block * kTile.block_m), batch_number + step.block};
       if (!kDeterministic && part.role.count > 1) part.role.rank = atomicAdd(&turns[part.number].drawn, 1);
-      smem.dq_part[buffer.stage] = part;
       if (step.next(work)) begin_batch();
-    };
-    // Hands its buffer to the consumers: where theirs is the last part, with the sum of the others.
-    const auto prepare = [&] {
-      const DqPart part = smem.dq_part[buffer.stage];
+      mbarrier_wait(smem.dq_free[buffer.stage], buffer.parity ^ 1);
+      smem.dq_part[buffer.stage] = part;
       u64& ready = smem.dq_ready[buffer.stage];
       if (part.role.is_last() && !part.role.is_first()) {
         DqTurn& turn = turns[part.number];
@@ -204,45 +206,48 @@ __device__ __forceinline__ void send_dq(const Params& params, SharedStorage& sme
         turn = DqTurn{};
         fence_async_proxy_all();  // the copy engine reads what others' have written
         mbarrier_arrive_expect(ready, sizeof(DqSums));
-        bulk_load(&smem.dq[buffer.stage], sum_of(part), sizeof(DqSums), ready);
+        bulk_load(&smem.dq[buffer.stage], sum_of(params, part), sizeof(DqSums), ready);
       } else {
         mbarrier_arrive(ready);
       }
       buffer.next();
-    };
-    draw();
-    prepare();
-    for (int left = work.steps - 1; left >= 0; --left) {
-      bool prepared = left == 0;
-      if (kDeterministic && left > 0) {
-        draw();
-        // What waits for others comes after what others wait for.
-        const DqRole next = smem.dq_part[buffer.stage].role;
-        if (!next.is_last() || next.is_first()) prepare(), prepared = true;
-      }
-      mbarrier_wait(smem.dq_staged[staged.stage], staged.parity);
-      const DqPart part = smem.dq_part[staged.stage];
-      const bool sends = !part.role.is_last();
-      if (sends) {
-        const float* own = smem.dq[staged.stage].x;
-        if (part.role.is_first()) {
-          bulk_store(sum_of(part), own, sizeof(DqSums));
-        } else {
-          await_parts(turns[part.number], kDeterministic ? part.role.rank : 1);
-          fence_async_proxy_all();  // the copy engine adds to what others' have written
-          bulk_add(sum_of(part), own, sizeof(DqSums));
-        }
-        bulk_commit();
-      }
-      if (!kDeterministic && left > 0) draw();
-      if (sends) {
-        bulk_wait();
-        fence_async_proxy_all();  // what the copy engine has written comes before the count
-        add_release(&turns[smem.dq_part[staged.stage].number].done);
-      }
-      staged.next();
-      if (!prepared) prepare();
     }
+  }
+#pragma unroll 1
+  for (int i = 0; i < kDqBuffers; ++i) {
+    mbarrier_wait(smem.dq_free[buffer.stage], buffer.parity ^ 1);
+    smem.dq_part[buffer.stage].number = -1;
+    for (int arrival = 0; arrival < kStagers; ++arrival) mbarrier_arrive(smem.dq_staged[buffer.stage]);
+    buffer.next();
+  }
+}
+
+// One thread for each buffer, as a part takes about as long as two steps until all see it: passes on what the consumers
+// put there.
+__device__ __forceinline__ void send_dq(const Params& params, SharedStorage& smem, int buffer) {
+  const float* own = smem.dq[buffer].x;
+  for (u32 parity = 0;; parity ^= 1) {
+    mbarrier_wait(smem.dq_staged[buffer], parity);
+    const DqPart part = smem.dq_part[buffer];
+    if (part.number < 0) return;
+    if (part.role.is_last()) {
+      mbarrier_arrive(smem.dq_free[buffer]);
+      continue;
+    }
+    DqTurn& turn = turns_of(params)[part.number];
+    if (part.role.is_first()) {
+      bulk_store(sum_of(params, part), own, sizeof(DqSums));
+    } else {
+      await_parts(turn, kDeterministic ? part.role.rank : 1);
+      fence_async_proxy_all();  // the copy engine adds to what others' have written
+      bulk_add(sum_of(params, part), own, sizeof(DqSums));
+    }
+    bulk_commit();
+    bulk_wait_read<0>();
+    mbarrier_arrive(smem.dq_free[buffer]);
+    bulk_wait();
+    fence_async_proxy_all();  // what the copy engine has written comes before the count
+    add_release(&turn.done);
   }
 }
 
@@ -399,12 +404,13 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
 
 __device__ __forceinline__ void attention_backward(const TmaParams& tma, SharedStorage& smem) {
   if (threadIdx.x == 0) {
-    smem.k_barriers.start(kConsumers + 1);  // and by whoever sends dq, who reads the record
+    smem.k_barriers.start(kConsumers + 1);  // and by whoever prepares dq, who reads the record
     smem.v_barriers.start(kConsumers);
     for (int i = 0; i < kStages; ++i) smem.q_barriers[i].start(kConsumers), smem.dout_barriers[i].start(kConsumers);
     for (int i = 0; i < kDqBuffers; ++i) {
       mbarrier_init(smem.dq_ready[i], 1);
-      mbarrier_init(smem.dq_staged[i], 4 * kConsumers);
+      mbarrier_init(smem.dq_staged[i], kStagers);
+      mbarrier_init(smem.dq_free[i], 1);
     }
     mbarrier_publish();
   }
@@ -412,7 +418,9 @@ __device__ __forceinline__ void attention_backward(const TmaParams& tma, SharedS
   if (threadIdx.x < 128) {
     warpgroup_reg_dealloc<kProducerRegisters>();
     if (threadIdx.x == 0) produce(tma, smem);
-    if (threadIdx.x == 32) send_dq(tma.params, smem);
+    if (threadIdx.x == 32) prepare_dq(tma.params, smem);
+    static_assert(kDqBuffers == 2, "a warp for each");
+    if (threadIdx.x == 64 || threadIdx.x == 96) send_dq(tma.params, smem, threadIdx.x / 32 - 2);
     if (warp_id() == 2) clear_dq(tma.params);
   } else {
     warpgroup_reg_alloc<kConsumerRegisters>();

@@ -5,5 +5,5 @@
 extern "C" __global__ void __launch_bounds__(cuflash::kThreads, 1)
     KERNEL(const __grid_constant__ cuflash::Params params) {
   cuflash::grid_launch_dependents();
-  cuflash::attention_delta(params, cuflash::kLog2E);
+  cuflash::attention_delta<4>(params, cuflash::kLog2E);
 }
