@@ -79,7 +79,8 @@ class Backward(NamedTuple):
     tile: tiles.Tile
     sums: memory.Sums
     sections: int
-    """Of batch positions whose blocks of keys are taken together, those that most rows see first."""
+    """Of batch positions whose blocks of keys are taken together: those that most rows see first, or last, where sums
+    have an order."""
 
 
 class BackwardScratch(NamedTuple):
