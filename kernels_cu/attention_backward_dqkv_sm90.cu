@@ -285,7 +285,11 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
   PipelineState<kDqBuffers> dq_buffer;
   int ds_buffer = 0;
   Scores s;
-  const auto issue_scores = [&] { issue_nt<kTile.head_dim>(s, smem.k, group_key0, smem.q[q.stage]); };
+  const auto issue_scores = [&] {
+    int row0 = group_key0;
+    asm volatile("" : "+r"(row0));  // its descriptors are made again each time, not kept in local memory
+    issue_nt<kTile.head_dim>(s, smem.k, row0, smem.q[q.stage]);
+  };
 
   for (TileState tile;; tile.next()) {
     const u32 parity = tile.parity;

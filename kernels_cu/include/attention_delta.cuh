@@ -11,8 +11,8 @@ constexpr int kLanesPerRow = 8, kThreads = 32 * kTile.warps;
 
 // sums[r] = the dot product of rows r of a and b, where `more` says how far they are from a and b.
 template <int kRows, class More>
-__device__ __forceinline__ void dots(Accumulator (&sums)[kRows], const Params& params, const Operand* a, const Operand* b,
-                                     int lane, More more) {
+__device__ __forceinline__ void dots(Accumulator (&sums)[kRows], const Params& params, const Operand* a,
+                                     const Operand* b, int lane, More more) {
   constexpr int kChunk = 16 / int(sizeof(Operand));
   struct alignas(16) Chunk {
     Operand x[kChunk];

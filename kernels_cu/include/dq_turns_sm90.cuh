@@ -2,10 +2,10 @@
 // stores its part in global memory, those in the middle add theirs there, and the last one adds what is there to its own
 // in registers and writes the result: memory is neither cleared before nor read again after.
 //
-// Deterministic, CTAs come by descending keys, as they claim them: each waits for CTAs that claimed their work before it,
-// and those are running. Else they come as they do, and draw numbers: whoever is not the first waits for the first one's
-// store, the last for all. A CTA draws its numbers one after the other, in the order of its steps, and waits only for
-// what was drawn before: so no CTAs wait for each other, however early they draw.
+// Deterministic, CTAs come by descending keys, as they claim them: each waits for CTAs that claimed their work before
+// it, and those are running. Else they come as they do, and draw numbers: whoever is not the first waits for the first
+// one's store, the last for all. A CTA draws its numbers one after the other, in the order of its steps, and waits only
+// for what was drawn before: so no CTAs wait for each other, however early they draw.
 #pragma once
 #include "blocks.cuh"
 #include "params.cuh"
@@ -34,9 +34,10 @@ struct DqPart {
 // Where a CTA begins among the query blocks that see its keys. Those of one head are to be at different sums. Under a
 // causal band the CTA with the keys before comes two steps later everywhere. Without one they follow each other so only
 // where nobody waits for them: deterministic, CTAs would wait for work that nobody has claimed yet.
-__device__ __forceinline__ int first_row_block(const Params& params, const BlockRange& rows, int key_block, int n_blocks) {
+__device__ __forceinline__ int first_row_block(const Params& params, const BlockRange& rows, int key_block,
+                                               int n_blocks) {
   if (kDeterministic) return rows.begin;
-  const int own = int(float(key_block) / float(n_blocks) * float(ceil_div(params.seqlen_q, kTile.block_m)));
+  const int own = int(__fdividef(float(key_block), float(n_blocks)) * float(ceil_div(params.seqlen_q, kTile.block_m)));
   return max_of(rows.begin, min_of(rows.end - 1, own));
 }
 
