@@ -6,7 +6,7 @@ Everything that can be known to be wrong is raised here before the first result 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -311,6 +311,8 @@ def _parts(name: str, xs: Any, least_ndim: int) -> tuple[tuple[Any, ...], Any]:
     stacked = None
     if isinstance(xs, Sequence):
         parts = tuple(arrays.as_array(f"{name}[{index}]", x) for index, x in enumerate(xs))
+    elif isinstance(xs, Iterator):
+        raise TypeError(f"{name} must be a sequence of arrays or one stacked array, got {type(xs).__name__}: list it")
     else:
         stacked = arrays.as_array(name, xs)
         if stacked.ndim <= least_ndim:

@@ -55,6 +55,13 @@ def assert_fails(status, capsys, folder, *words, left=()):
 # --- attend: results -------------------------------------------------------------------------------------------------
 
 
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stop:
+        __main__.main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out.strip() == f"cuflash {cuflash.__version__}"
+
+
 def test_attend_writes_o_and_lse(files, capsys):
     assert attend(files) == 0
     o, lse = cuflash.attention(*load(files, "q", "k", "v"), return_lse=True)
