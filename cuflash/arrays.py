@@ -154,14 +154,16 @@ def module(device: int) -> Any:
     return np if device < 0 else cupy()
 
 
+def is_current(device: int) -> bool:
+    """Whether ``device`` is CuPy's current one, or the host."""
+    return device < 0 or cupy().cuda.runtime.getDevice() == device
+
+
 def current(device: int) -> AbstractContextManager[Any]:
     """A context in which ``device`` is CuPy's current one; the caller's device is current again after it."""
-    if device < 0:
+    if is_current(device):  # as nearly always, and then cheaper than setting it twice
         return _NOTHING
-    cuda = cupy().cuda
-    if cuda.runtime.getDevice() == device:  # as nearly always, and then cheaper than setting it twice
-        return _NOTHING
-    context: AbstractContextManager[Any] = cuda.Device(device)
+    context: AbstractContextManager[Any] = cupy().cuda.Device(device)
     return context
 
 
@@ -245,6 +247,12 @@ def reach(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tu
         return 0, 0
     steps = [(length - 1) * stride for length, stride in zip(shape, strides, strict=True)]
     return sum(step for step in steps if step < 0), sum(step for step in steps if step > 0) + itemsize
+
+
+@functools.lru_cache(maxsize=4096)
+def reach_of_distinct(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int] | None:
+    """``reach``, None where strides do not show that no two elements share memory."""
+    return reach(shape, strides, itemsize) if steps_clear(shape, strides, itemsize) else None
 
 
 def extent(x: Any) -> tuple[int, int]:

@@ -98,53 +98,57 @@ def workspace_nbytes(problem: Problem, operation: str) -> int:
 def forward(x: Inputs, want_o: bool, want_lse: bool, out: Any, workspace: Any) -> tuple[Any, ...]:
     """What is wanted of o and lse; entries of ``out`` are returned themselves."""
     problem = x.problem
-    wanted = (problem.o,) * want_o + (problem.lse,) * want_lse
+    if not arrays.is_current(problem.device):
+        with arrays.current(problem.device):
+            return forward(x, want_o, want_lse, out, workspace)
     operation = "attention" if want_o else "attention_lse"
     found = launcher().check(problem, operation) if problem.device >= 0 else None
-    if out is None and workspace is None:
-        results = None
-    elif workspace is None and _fit(x, wanted, out):
-        results = out if type(out) is tuple else (out,)
-    else:
-        results, workspace = _check_out(problem, operation, wanted, out, workspace, (x,))
-    with arrays.current(problem.device):
-        filled = _allocate(problem, wanted, results)
-        _fill_forward(x, filled[0] if want_o else None, filled[-1] if want_lse else None, workspace, found)
-    return tuple(filled) if out is None else _returned(out, filled)
+    o_like, lse_like = problem.o if want_o else None, problem.lse if want_lse else None
+    o = lse = None
+    if out is not None or workspace is not None:
+        wanted = [like for like in (o_like, lse_like) if like is not None]
+        results = _seen_to_be_free(x, wanted, out) if workspace is None else None
+        if results is None:
+            results, workspace = _check_out(problem, operation, wanted, out, workspace, (x,))
+        if results is not None:
+            o, lse = results[0] if want_o else None, results[-1] if want_lse else None
+    xp = arrays.module(problem.device)
+    if o is None and o_like is not None:
+        o = o_like.empty(xp)
+    if lse is None and lse_like is not None:
+        lse = lse_like.empty(xp)
+    _fill_forward(x, o, lse, workspace, found)
+    filled = (o,) * want_o + (lse,) * want_lse
+    return filled if out is None or problem.device >= 0 else _returned(out, filled)
 
 
-def _fit(x: Inputs, wanted: Sequence[Result | None], out: Any) -> bool:
-    """Whether ``out`` is of arrays on the GPU that their metadata and addresses show to be right, as nearly always. Where
-    not, `_check_out` takes its time to see whether it is, and to say why not."""
-    problem = x.problem
-    given = out if type(out) is tuple else (out,)
-    if problem.device < 0 or len(given) != len(wanted):
-        return False
-    inputs = zip((x.q, x.k, x.v, x.key_bias), problem.reaches, strict=True)
-    taken = [(y.data.ptr + reach[0], y.data.ptr + reach[1]) for y, reach in inputs if reach is not None]
+def _seen_to_be_free(x: Inputs, wanted: Sequence[Result], out: Any) -> Sequence[Any] | None:
+    """The entries of ``out=`` where all are arrays on the GPU which metadata and addresses alone show to be writable
+    without harm, as they nearly always do. Where not: None, and `_check_out` takes the time to find out and to say what
+    is wrong."""
+    device = x.problem.device
+    results = out if isinstance(out, tuple) else (out,)
+    if device < 0 or len(results) != len(wanted):
+        return None
+    taken = []  # addresses
+    for y, reach in zip((x.q, x.k, x.v, x.key_bias), x.problem.reaches, strict=True):
+        if reach is not None:
+            at = y.data.ptr
+            taken.append((at + reach[0], at + reach[1]))
     kind = arrays.plain_kinds()[1]
-    for y, like in zip(given, wanted, strict=True):
-        if type(y) is not kind or like is None or y.data.device_id != problem.device:
-            return False
-        reach = _reach_of(like, y.dtype, y.shape, y.strides)
+    for y, like in zip(results, wanted, strict=True):
+        if type(y) is not kind or y.data.device_id != device or y.dtype != like.dtype or y.shape != like.shape:
+            return None
+        reach = arrays.reach_of_distinct(like.shape, y.strides, like.dtype.itemsize)
         if reach is None:
-            return False
-        begin, end = y.data.ptr + reach[0], y.data.ptr + reach[1]
+            return None
+        at = y.data.ptr
+        begin, end = at + reach[0], at + reach[1]
         for other_begin, other_end in taken:
             if begin < other_end and other_begin < end:
-                return False
+                return None
         taken.append((begin, end))
-    return True
-
-
-@functools.lru_cache(maxsize=4096)
-def _reach_of(
-    like: Result, dtype: np.dtype[Any], shape: tuple[int, ...], strides: tuple[int, ...]
-) -> tuple[int, int] | None:
-    """``arrays.reach`` of an array that is ``like`` a result and has no memory twice; None of another."""
-    if dtype != like.dtype or shape != like.shape or not arrays.steps_clear(shape, strides, dtype.itemsize):
-        return None
-    return arrays.reach(shape, strides, dtype.itemsize)
+    return results
 
 
 def backward(x: Inputs, up: Upstream, need: Need, out: Any, workspace: Any) -> tuple[Any, ...]:

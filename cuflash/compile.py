@@ -539,8 +539,8 @@ def _resources(variant: Variant, log: str) -> Resources:
 
 @functools.cache
 def kernel(variant: Variant, device: int) -> Any:
-    """The kernel, loaded on a device and ready to launch: a ``cupy.cuda.Function``, which a ``cupy.RawKernel`` would look
-    up for each launch.
+    """The kernel, loaded on a device and ready to launch: the ``cupy.cuda.Function`` that a ``cupy.RawKernel`` looks up
+    for each launch.
 
     Raises
     ------

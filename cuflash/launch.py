@@ -25,8 +25,6 @@ LOG = os.environ.get("CUFLASH_LOG") == "1"
 LOG2E = math.log2(math.e)
 _CLAIMS, _SPLIT_ROWS = (len(params.TENSORS) + params.SCRATCH.index(name) for name in ("claims", "split_rows"))
 """Where they are among the pointers of a call."""
-_ABSENT = (0,) * (len(params.TENSORS) + len(params.SCRATCH))
-"""Pointers of a call without arrays."""
 _ALIGNED = (0,) * 6
 """Address bits below 16 of the arrays of nearly every forward."""
 _MERGE_PARAMS = np.dtype(f"V{params.MERGE_SIZE}")
@@ -182,24 +180,25 @@ def forward(
         0 if o is None else o.data.ptr,
         0 if lse is None else lse.data.ptr,
     )
-    low = pointers[0] | pointers[1] | pointers[2] | pointers[3] | pointers[4] | pointers[5]
-    bits = tuple([pointer & 15 for pointer in pointers]) if low & 15 else _ALIGNED
+    together = pointers[0] | pointers[1] | pointers[2] | pointers[3] | pointers[4] | pointers[5]
+    bits = tuple([pointer & 15 for pointer in pointers]) if together & 15 else _ALIGNED
     o_strides, lse_strides = None if o is None else o.strides, None if lse is None else lse.strides
     launches, needs = _plan_forward(problem, families, o_strides, lse_strides, bits)
     if needs is None:
         _run(launches, pointers)
         return
     inputs = problem.inner_inputs(q, k, v, key_bias) if needs.copies else ()
-    _held, pointers, zeros, nbytes = _provide(needs, problem.device, inputs, pointers, workspace)
-    _run(launches, pointers, zeros, nbytes)
+    every_pointer = [*pointers]
+    _held, zeros, nbytes = _provide(needs, problem.device, inputs, every_pointer, workspace)
+    _run(launches, every_pointer, zeros, nbytes)
 
 
 def _provide(
-    needs: _Needs, device: int, inputs: Sequence[Any], given: tuple[int, ...], workspace: Any
-) -> tuple[Any, tuple[int, ...], int, int]:
-    """Bring what a call needs beside the arrays at ``given`` addresses: what is to be held until the launch, all its
-    pointers, and where how many bytes are to be set to zero before it."""
-    pointers = [*given, *_ABSENT[len(given) :]]
+    needs: _Needs, device: int, inputs: Sequence[Any], pointers: list[int], workspace: Any
+) -> tuple[Any, int, int]:
+    """Bring what a call needs, and add it to its pointers: what is to be held until the launch, and where how many
+    bytes are to be set to zero before it. ``inputs``: inner views of those that may be copied."""
+    pointers += [0] * (len(params.TENSORS) + len(params.SCRATCH) - len(pointers))
     counters, claims = _counters(device, needs.counts) if needs.counts else (None, 0)
     own_counts = needs.counts if counters is None else 0
     if needs.parts or own_counts:
@@ -211,7 +210,7 @@ def _provide(
         if own_counts:
             claims = start + needs.counts_at
     pointers[_CLAIMS] = claims
-    return (workspace, counters), tuple(pointers), claims, own_counts
+    return (workspace, counters), claims, own_counts
 
 
 def backward(
@@ -231,7 +230,7 @@ def backward(
     workspace, row_lse = _scratch(workspace, parts.nbytes)
     delta, dq_accum, dq_turn, claims, _ = (row_lse + offset for offset in parts)
     absent = [0] * len(memory.PLANES)
-    all_pointers = (*inputs, row_lse, delta, *results, dq_accum, dq_turn, *absent, claims)
+    all_pointers = [*inputs, row_lse, delta, *results, dq_accum, dq_turn, *absent, claims]
     _run(plan, all_pointers, dq_accum, claims + 16 - dq_accum if fused else 0)
 
 
@@ -313,31 +312,28 @@ def _describe(arrays: Sequence[Any]) -> tuple[list[int], tuple[memory.Strides | 
 
 
 @lru_cache(maxsize=1024)
-def _addressed(plan: tuple[_Launch, ...], pointers: tuple[int, ...]) -> tuple[tuple[Any, tuple[Any, ...]], ...]:
-    """The kernels of a plan with the arguments of their launches, those of late kept: calls tend to find memory where
-    others before them had it. All are made before the first is launched: the driver may refuse a tensor map."""
-    return tuple([(launch.kernel, _arguments(launch, pointers)) for launch in plan])
+def _addressed(plan: tuple[_Launch, ...], pointers: tuple[int, ...]) -> tuple[tuple[_Launch, tuple[Any]], ...]:
+    """The launches of a plan and what their kernels take, those of late kept: calls tend to find memory where others
+    before them had it."""
+    return tuple([(launch, _arguments(launch, pointers)) for launch in plan])
 
 
-def _arguments(launch: _Launch, pointers: tuple[int, ...]) -> tuple[Any, ...]:
-    """Grid, block, the parameters as a scalar, which CuPy copies at once, and bytes of shared memory."""
+def _arguments(launch: _Launch, pointers: tuple[int, ...]) -> tuple[Any]:
     maps = b"".join([encode(pointers[tensor] + offset) for tensor, offset, _, encode in launch.maps])
-    struct = np.frombuffer(maps + params.pack(pointers, launch.tail), launch.packed)[0]
-    return launch.grid, launch.block, (struct,), launch.smem_bytes
+    return (np.frombuffer(maps + params.pack(pointers, launch.tail), launch.packed)[0],)
 
 
-def _run(plan: tuple[_Launch, ...], pointers: tuple[int, ...], zeros: int = 0, nbytes: int = 0) -> None:
+def _run(plan: tuple[_Launch, ...], pointers: Sequence[int], zeros: int = 0, nbytes: int = 0) -> None:
     """Enqueue the kernels, and before them zeros for so many bytes from an address on."""
-    launches = _addressed(plan, pointers)
+    launches = _addressed(plan, tuple(pointers))  # first: the driver may refuse a tensor map
     if nbytes:
         import cupy
 
         cupy.cuda.runtime.memsetAsync(zeros, 0, nbytes, cupy.cuda.get_current_stream().ptr)
-    if LOG:
-        for launch in plan:
+    for launch, taken in launches:
+        if LOG:
             print(f"cuflash: {launch.variant}, grid {launch.grid[0]}", file=sys.stderr)
-    for kernel, arguments in launches:
-        kernel(*arguments)
+        launch.kernel(launch.grid, launch.block, taken, launch.smem_bytes)
 
 
 # Plans
@@ -351,8 +347,8 @@ def _plan_forward(
     lse_strides: memory.Strides | None,
     bits: tuple[int, ...],
 ) -> _Forward:
-    """``o_strides`` and ``lse_strides``: of the arrays as the caller shaped them; ``bits``: of the addresses of q, k, v,
-    key_bias, o and lse those below 16."""
+    """``o_strides`` and ``lse_strides``: of the arrays as the caller shaped them; ``bits``: of the addresses of q, k,
+    v, key_bias, o and lse those below 16."""
     q, k, v, key_bias, o, lse = bits
     alike = _Bits(q | k | v, o, key_bias | lse)
     alike.check(problem.dtype)
