@@ -231,12 +231,12 @@ def test_heads_of_a_group_are_found_without_views(device: Pretended, monkeypatch
         patch.delattr(fake_gpu.ndarray, "__getitem__")
         cuflash.attention(q, k, v, key_bias=key_bias, grouped_heads=True, return_lse=True, out=(o, lse))
     grouped = device.parameters
-    split = [x.reshape((*x.shape[: x.ndim - tail], 2, 3, *x.shape[x.ndim - tail + 1 :])) for x, tail in (
-        (q, 3), (key_bias, 2), (o, 3), (lse, 2),
-    )]  # fmt: skip
-    inner_q, inner_bias, inner_o, inner_lse = split
-    inner_k, inner_v = k[:, :, None], v[:, :, None]
-    cuflash.attention(inner_q, inner_k, inner_v, key_bias=inner_bias, return_lse=True, out=(inner_o, inner_lse))
+    inner_q, inner_o = (x.reshape((2, 2, 3, 3, 16)) for x in (q, o))
+    inner_k, inner_v = (x[:, :, None] for x in (k, v))
+    inner_lse = lse.reshape((2, 2, 3, 3))
+    cuflash.attention(
+        *(inner_q, inner_k, inner_v), key_bias=key_bias.reshape((2, 3, 5)), return_lse=True, out=(inner_o, inner_lse)
+    )
     assert device.parameters == grouped
 
 
