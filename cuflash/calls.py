@@ -98,7 +98,7 @@ def workspace_nbytes(problem: Problem, operation: str) -> int:
 def forward(x: Inputs, want_o: bool, want_lse: bool, out: Any, workspace: Any) -> tuple[Any, ...]:
     """What is wanted of o and lse; entries of ``out`` are returned themselves."""
     problem = x.problem
-    if not arrays.is_current(problem.device):
+    if not arrays.is_current(problem.device):  # rarely: other calls enter no context
         with arrays.current(problem.device):
             return forward(x, want_o, want_lse, out, workspace)
     operation = "attention" if want_o else "attention_lse"
