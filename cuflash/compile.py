@@ -539,7 +539,8 @@ def _resources(variant: Variant, log: str) -> Resources:
 
 @functools.cache
 def kernel(variant: Variant, device: int) -> Any:
-    """The kernel, loaded on a device and ready to launch: a ``cupy.RawKernel``.
+    """The kernel, loaded on a device and ready to launch: the ``cupy.cuda.Function`` that a ``cupy.RawKernel`` looks up
+    for each launch.
 
     Raises
     ------
@@ -559,8 +560,9 @@ def kernel(variant: Variant, device: int) -> Any:
         function = cupy.RawModule(path=str(cubin_path(variant))).get_function(variant.name)
         if variant.smem_bytes:
             function.max_dynamic_shared_size_bytes = variant.smem_bytes
-        _check_parameters(variant, function.kernel.ptr)
-    return function
+        loaded = function.kernel
+        _check_parameters(variant, loaded.ptr)
+    return loaded
 
 
 def _check_parameters(variant: Variant, function: int) -> None:

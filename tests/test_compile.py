@@ -413,7 +413,7 @@ def device(tiny_kernels: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Devi
 def test_a_kernel_is_loaded_once(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles.Tile, "smem_bytes", lambda tile, *of: 98304)
     variant = tiny.variant()
-    assert compile.kernel(variant, 0) is compile.kernel(tiny.variant(), 0) is device.function
+    assert compile.kernel(variant, 0) is compile.kernel(tiny.variant(), 0) is device.function.kernel
     assert device.loaded == [(str(compile.cubin_path(variant)), variant.name)]
     assert device.function.max_dynamic_shared_size_bytes == 98304
     compile.kernel(variant, 1)
@@ -443,4 +443,4 @@ def test_a_driver_that_cannot_say(device: Device, monkeypatch: pytest.MonkeyPatc
         raise RuntimeError('Function "cuFuncGetParamInfo" not found')
 
     monkeypatch.setattr(sys.modules["cuda.bindings.driver"], "cuFuncGetParamInfo", missing)
-    assert compile.kernel(tiny.variant(), 0) is device.function
+    assert compile.kernel(tiny.variant(), 0) is device.function.kernel

@@ -434,7 +434,7 @@ def test_merge(drawn: dict[str, Any]) -> None:
 
 
 def test_the_family_is_the_one_asked_for(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUFLASH_LOG", "1")
+    monkeypatch.setattr(cuflash.calls.launcher(), "LOG", True)
     x = [normal(np.random.default_rng(0), (2, 33, 64), "float16") for _ in range(3)]
     results = []
     for name in ("sm80", "sm75", "sm80"):
