@@ -24,6 +24,7 @@ from cuflash.api import (
     workspace_nbytes,
 )
 from cuflash.compile import CompileError
+from cuflash.traffic import memory_traffic
 
 __version__ = "0.1.0"
 
@@ -38,5 +39,6 @@ __all__ = [
     "attention_lse_vjp",
     "attention_merge",
     "attention_vjp",
+    "memory_traffic",
     "workspace_nbytes",
 ]

@@ -15,7 +15,7 @@ from cuflash import cli_compile, compile
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 MODULES = ["cuflash", *(f"cuflash.{module.name}" for module in pkgutil.iter_modules(cuflash.__path__))]
-PUBLIC = [name for name in cuflash.__all__ if name.startswith(("attention", "workspace"))]
+PUBLIC = [name for name in cuflash.__all__ if name.islower()]
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -1,0 +1,50 @@
+"""Tiles of the kernels of `cuflash.lineage`, by rules: what each algorithm says of its blocks, not what is fastest."""
+
+from __future__ import annotations
+
+from cuflash import tiles
+from cuflash.tiles import Tile
+
+FLASH1_FORWARD = "flash1_forward"
+"""FlashAttention-1: a CTA keeps a tile of keys and values and has the query rows of its head pass by."""
+
+HEAD_DIMS = {"16 bits": (64, 128, 256), "float32": (64, 128), "float64": (64, 128)}
+"""Tile head dims of `FLASH1_FORWARD` by kind of operand: a warp holds the output of 16 rows in registers."""
+
+MOST_ROWS = 128
+"""Query rows of a tile, at most: 16 a warp."""
+
+_SHARES = {227: (128, 64), 163: (128, 32), 99: (64, 32), 64: (32, 32)}
+"""kB of shared memory, at least -> those for K and V, and those for Q."""
+
+
+def bucket(features: int, dtype: str) -> int | None:
+    """The least tile head dim of at least so many features, None where all are less."""
+    return next((d for d in HEAD_DIMS[tiles.kind(dtype)] if d >= features), None)
+
+
+def flash1_forward(dtype: str, head_dim: int, target: str, family: str) -> Tile:
+    """The tile of FlashAttention-1: as many keys as shared memory holds beside some queries (Algorithm 1, line 1).
+
+    Parameters
+    ----------
+    dtype : str
+        Of the operands.
+    head_dim : int
+        One of `HEAD_DIMS`.
+    target, family : str
+        As of a ``compile.Variant``.
+
+    Examples
+    --------
+    >>> tile = flash1_forward("float16", 128, "90a", "sm80")
+    >>> tile.block_m, tile.block_n, tile.stages
+    (128, 256, 2)
+    """
+    limit = tiles.SMEM_LIMIT["75" if family == "sm75" else target]
+    keys_kb, queries_kb = next(_SHARES[kb] for kb in sorted(_SHARES, reverse=True) if kb * 1024 <= limit)
+    row = head_dim * tiles.ITEMSIZE[dtype]
+    block_n = keys_kb * 1024 // (2 * row)
+    stages = 2 if 2 * 32 * row <= queries_kb * 1024 else 1
+    block_m = min(MOST_ROWS, queries_kb * 1024 // (stages * row) // 16 * 16)
+    return Tile(head_dim, head_dim, block_m, block_n, stages, block_m // 16)
