@@ -11,6 +11,7 @@
 True
 """
 
+from cuflash import lineage
 from cuflash.api import (
     LseVjp,
     Options,
@@ -39,6 +40,7 @@ __all__ = [
     "attention_lse_vjp",
     "attention_merge",
     "attention_vjp",
+    "lineage",
     "memory_traffic",
     "workspace_nbytes",
 ]

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from cuflash import tiles
+from cuflash.compile import Variant
 from cuflash.tiles import Tile
+
+SAFE_SOFTMAX, ONLINE_SOFTMAX = "safe_softmax", "online_softmax"
+"""Rows in three and in two passes."""
+
+ROWS = Tile(head_dim=16, value_dim=16, block_m=16, block_n=16, stages=1, warps=8)
+"""Of the softmaxes only the number of warps matters."""
 
 FLASH1_FORWARD = "flash1_forward"
 """FlashAttention-1: a CTA keeps a tile of keys and values and has the query rows of its head pass by."""
@@ -48,3 +55,18 @@ def flash1_forward(dtype: str, head_dim: int, target: str, family: str) -> Tile:
     stages = 2 if 2 * 32 * row <= queries_kb * 1024 else 1
     block_m = min(MOST_ROWS, queries_kb * 1024 // (stages * row) // 16 * 16)
     return Tile(head_dim, head_dim, block_m, block_n, stages, block_m // 16)
+
+
+def softmax(operation: str, dtype: str, load: str, target: str, family: str) -> Variant:
+    """The kernel of `SAFE_SOFTMAX` or `ONLINE_SOFTMAX`; ``load``: 16 where rows are whole vectors, else strided."""
+    return Variant(operation, family, target, dtype, dtype, ROWS, (), load, False)
+
+
+def variants(target: str, family: str) -> list[Variant]:
+    """Every variant that `cuflash.lineage` can ask for on a target, in a fixed order."""
+    return [
+        softmax(operation, dtype, load, target, family)
+        for dtype in tiles.dtypes(target, family)
+        for operation in (SAFE_SOFTMAX, ONLINE_SOFTMAX)
+        for load in ("16", "strided")
+    ]

@@ -93,8 +93,8 @@ def memory_traffic(
     Parameters
     ----------
     algorithm : {'standard', 'flash1', 'cuflash', 'safe_softmax', 'online_softmax'}
-        Attention in three steps with the matrix in memory; FlashAttention-1; `attention`; a softmax that finds the
-        maximum, the sum and the results in a pass each; one that finds maximum and sum together.
+        Attention in three steps with the matrix in memory; FlashAttention-1; `attention`; `lineage.safe_softmax`;
+        `lineage.online_softmax`.
     seqlen_q, seqlen_k : int
         Lengths of q and k, m and n; at least 1.
     head_dim, value_dim : int

@@ -29,17 +29,20 @@ ALLOWED = {
     "launch": {"arrays", "compile", "few", "hopper", "memory", "params", "problem", "tiles", "tma"},
     "calls": {"arrays", "host", "launch", "problem"},
     "api": {"arrays", "calls", "problem"},
-    "lineage_tiles": {"tiles"},
+    "lineage_tiles": {"compile", "tiles"},
+    "lineage_host": set(),
+    "lineage_launch": {"compile", "launch", "lineage_tiles", "memory", "params", "tiles"},
+    "lineage": {"arrays", "lineage_host", "lineage_launch", "problem"},
     "traffic": {"lineage_tiles", "problem", "tiles"},
     "ceilings": set(),
     "cli_dense": set(),
     "cli_info": {"arrays", "compile", "tiles"},
-    "cli_compile": {"cli_info", "compile", "problem", "tiles"},
+    "cli_compile": {"cli_info", "compile", "lineage_tiles", "problem", "tiles"},
     "cli_attend": {"arrays", "cli_info", "problem"},
     "cli_demo": {"arrays", "cli_dense", "cli_info", "host", "score"},
     "cli_explain": {"ceilings", "cli_info", "params", "problem", "tiles", "traffic"},
     "__main__": {"cli_attend", "cli_compile", "cli_demo", "cli_explain", "cli_info"},
-    "__init__": {"api", "compile", "traffic"},
+    "__init__": {"api", "compile", "lineage", "traffic"},
 }
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py"))
 
@@ -138,7 +141,7 @@ LAYERS = (
         "narrow_*.cuh", "row_sums.cuh", "dq_sums.cuh", "mask.cuh", "bases.cuh", "merge_splits.cuh", "key_*.cuh",
         "dense_keys.cuh",
     ),
-    ("attention_*.cuh",),
+    ("attention_*.cuh", "lineage/*.cuh"),
     ("*.cu",),
 )  # fmt: skip
 
@@ -146,7 +149,8 @@ LAYERS = (
 def _files() -> dict[str, Path]:
     headers = KERNELS / "include"
     files = {path.relative_to(headers).as_posix(): path for path in headers.rglob("*.cuh")}
-    return files | {path.name: path for path in KERNELS.glob("*.cu")}
+    files |= {path.relative_to(KERNELS).as_posix(): path for path in (KERNELS / "lineage").glob("*.cuh")}
+    return files | {path.relative_to(KERNELS).as_posix(): path for path in KERNELS.rglob("*.cu")}
 
 
 def _layer(name: str) -> int:

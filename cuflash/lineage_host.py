@@ -1,0 +1,89 @@
+"""The lineage on NumPy arrays: each algorithm as its paper has it, a block of keys or of a row at a time.
+
+Rows lie along the last axis. What is rounded on the way, and where, is as on a GPU: sums, maxima and exponentials are
+float32 (float64 for float64), matrices that standard attention keeps in memory are of the operands' dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+BLOCK_SIZE = 2**20
+"""Elements, about, that a pass over rows takes at a time."""
+
+
+def safe_softmax(x: Array, y: Array, maximum: None = None, total: None = None) -> None:
+    """Fill y with the softmax of the rows of x, in three passes; the last arguments are `online_softmax`'s."""
+    dtype = _accumulate(x)
+    with np.errstate(all="ignore"):
+        row_max = np.full(x.shape[:-1], -np.inf, dtype)
+        for part in _blocks(x):
+            np.maximum(row_max, np.fmax.reduce(x[..., part].astype(dtype), axis=-1), out=row_max)
+        row_sum = np.zeros_like(row_max)
+        for part in _blocks(x):
+            row_sum += _exponentials(x[..., part].astype(dtype), row_max).sum(axis=-1)
+        _store(x, y, row_max, row_sum)
+
+
+def online_softmax(x: Array, y: Array | None, maximum: Array | None, total: Array | None) -> None:
+    """Fill y with the softmax of the rows of x, in two passes, and the statistics; what is None is not wanted."""
+    dtype = _accumulate(x)
+    with np.errstate(all="ignore"):
+        row_max, row_sum = np.full(x.shape[:-1], -np.inf, dtype), np.zeros(x.shape[:-1], dtype)
+        for part in _blocks(x):
+            block = x[..., part].astype(dtype)
+            larger = np.maximum(row_max, np.fmax.reduce(block, axis=-1))
+            row_sum = row_sum * _rescale(np, row_max, larger) + _exponentials(block, larger).sum(axis=-1)
+            row_max = larger
+        if y is not None:
+            _store(x, y, row_max, row_sum)
+        if maximum is not None and total is not None:
+            maximum[...], total[...] = row_max, row_sum
+
+
+def merge_statistics(xp: Any, maxima: Sequence[Any], totals: Sequence[Any], maximum: Any, total: Any) -> None:
+    """Fill maximum and total with those of the parts together; ``xp`` is the module of the arrays."""
+    with np.errstate(all="ignore"):
+        row_max, row_sum = maxima[0], totals[0]
+        for part_max, part_sum in zip(maxima[1:], totals[1:], strict=True):
+            larger = xp.maximum(row_max, part_max)
+            row_sum = row_sum * _rescale(xp, row_max, larger) + part_sum * _rescale(xp, part_max, larger)
+            row_max = larger
+        maximum[...], total[...] = row_max, row_sum
+
+
+def _accumulate(x: Array) -> type[np.floating[Any]]:
+    return np.float64 if x.dtype.name == "float64" else np.float32
+
+
+def _blocks(x: Array) -> Iterator[slice]:
+    """Parts of the rows, all rows at once."""
+    length = x.shape[-1]
+    step = max(1, BLOCK_SIZE // max(1, math.prod(x.shape[:-1])))
+    return (slice(at, min(at + step, length)) for at in range(0, length, step))
+
+
+def _exponentials(block: Array, row_max: Array) -> Array:
+    """Of elements less their row's maximum, or less 0 while that is -inf."""
+    block -= np.where(np.isneginf(row_max), 0, row_max)[..., None]
+    return np.exp(block, out=block)
+
+
+def _rescale(xp: Any, old: Any, now: Any) -> Any:
+    """The weight of a sum whose reference was ``old`` against a new one. Equal infinities have the weight 1."""
+    return xp.where(old == now, 1, xp.exp(old - now))
+
+
+def _store(x: Array, y: Array, row_max: Array, row_sum: Array) -> None:
+    """The last pass."""
+    for part in _blocks(x):
+        block = _exponentials(x[..., part].astype(row_max.dtype), row_max)
+        block /= row_sum[..., None]
+        y[..., part] = block

@@ -1,0 +1,194 @@
+"""The lineage against dense float64 and against `cuflash.attention`: on the host, and on a GPU where there is one."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+from backends import GPU, HOST, Backend, Layout, acc_dtype, dtype_of, normal, place, put
+from gpu_cases import layouts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import unit_roundoff
+from scipy.special import softmax  # type: ignore[import-untyped]
+
+from cuflash import compile, lineage, lineage_tiles
+
+BACKENDS = [pytest.param(HOST, id="host"), pytest.param(GPU, id="gpu", marks=pytest.mark.gpu)]
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+def supported(backend: Backend, dtype: str) -> None:
+    """Skip what this GPU has no kernels for."""
+    if backend is GPU and dtype == "bfloat16" and compute_capability() < (8, 0):
+        pytest.skip("bfloat16 needs compute capability 8.0")
+
+
+def compute_capability() -> tuple[int, int]:
+    import cupy
+
+    capability = cupy.cuda.Device().compute_capability
+    return int(capability[:-1]), int(capability[-1])
+
+
+# --- softmaxes -------------------------------------------------------------------------------------------------------
+
+
+def check_softmax(y: np.ndarray, x: np.ndarray, axis: int) -> None:
+    """y is the softmax of x up to its rounding to y's dtype, and up to those of a float32 or float64 computation."""
+    with np.errstate(all="ignore"):
+        exact = softmax(x.astype(np.float64), axis=axis) if x.size else np.zeros(x.shape)
+    assert y.shape == x.shape and y.dtype == x.dtype
+    got = y.astype(np.float64)
+    assert (np.isnan(got) == np.isnan(exact)).all()
+    largest = np.nan_to_num(exact).max(axis=axis, keepdims=True, initial=0)
+    smallest = 2.0**-24 if y.dtype == np.float16 else 1e-37 if y.dtype.itemsize < 8 else 1e-300
+    allowed = unit_roundoff(y.dtype) * exact + smallest + 64 * np.finfo(acc_dtype(y.dtype.name)).eps * largest
+    wrong = np.abs(got - exact) > allowed
+    assert not wrong.any(), f"{wrong.sum()} of {wrong.size}, by {np.nanmax(np.abs(got - exact) - allowed):.3g} too much"
+
+
+def check_statistics(maximum: np.ndarray, total: np.ndarray, x: np.ndarray, axis: int) -> None:
+    """The exact maximum; the sum up to rounding."""
+    dtype = acc_dtype(x.dtype.name)
+    assert maximum.dtype == total.dtype == dtype
+    exact_max = x.astype(np.float64).max(axis=axis, initial=-np.inf)
+    assert (maximum == exact_max.astype(dtype)).all()
+    reference = np.where(np.isneginf(exact_max), 0, exact_max)
+    exact = np.exp(x.astype(np.float64) - np.expand_dims(reference, axis)).sum(axis=axis)
+    np.testing.assert_allclose(total, exact, rtol=64 * np.finfo(dtype).eps)
+
+
+@st.composite
+def softmax_cases(draw: st.DrawFn) -> tuple[str, tuple[int, ...], int, Layout, float, int]:
+    """dtype, shape, axis, layout, spread of the values, seed."""
+    shape = tuple(draw(st.lists(st.sampled_from((0, 1, 2, 3, 5, 8)), max_size=3)))
+    at = draw(st.integers(0, len(shape)))
+    length = draw(st.one_of(st.integers(0, 80), st.sampled_from((1000, 1024, 1032, 5000))))
+    shape = (*shape[:at], length, *shape[at:])
+    axis = at if draw(st.booleans()) else at - len(shape)
+    spread = draw(st.sampled_from((0.1, 3.0, 300.0)))
+    return (
+        draw(st.sampled_from(DTYPES)),
+        shape,
+        axis,
+        draw(layouts(len(shape))),
+        spread,
+        draw(st.integers(0, 2**32 - 1)),
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=150)
+@given(case=softmax_cases())
+def test_softmaxes(backend: Backend, case: tuple[str, tuple[int, ...], int, Layout, float, int]) -> None:
+    dtype, shape, axis, layout, spread, seed = case
+    supported(backend, dtype)
+    rng = np.random.default_rng(seed)
+    values = spread * rng.standard_normal(shape)
+    values[rng.random(shape) < 0.1 * rng.integers(0, 2)] = -np.inf
+    placed = place(backend, values.astype(dtype_of(dtype)), layout)
+    x = backend.get(placed.array)  # broadcast axes repeat
+    safe = lineage.safe_softmax(placed.array, axis=axis)
+    online, maximum, total = lineage.online_softmax(placed.array, axis=axis, return_statistics=True)
+    for y in (safe, online, lineage.online_softmax(placed.array, axis=axis)):
+        check_softmax(backend.get(y), x, axis)
+    check_statistics(backend.get(maximum), backend.get(total), x, axis)
+    for one, other in zip((maximum, total), lineage.softmax_statistics(placed.array, axis=axis), strict=True):
+        np.testing.assert_array_equal(backend.get(one), backend.get(other))
+    placed.check_unchanged()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shape", "axis"), [((3, 1 << 20), 1), ((70001, 9), 0), ((5000, 7), 1), ((40, 5, 3000), 0)])
+def test_softmaxes_of_long_and_of_many_rows(backend: Backend, dtype: str, shape: tuple[int, ...], axis: int) -> None:
+    supported(backend, dtype)
+    x = normal(np.random.default_rng(1), shape, dtype)
+    given_x = put(backend, x)
+    for function in (lineage.safe_softmax, lineage.online_softmax):
+        check_softmax(backend.get(function(given_x, axis=axis)), x, axis)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_statistics_of_parts_merge(backend: Backend, dtype: str) -> None:
+    """Parts of any length, one without elements, one of -inf; and a row that has nothing above -inf at all."""
+    supported(backend, dtype)
+    x = normal(np.random.default_rng(2), (6, 500), dtype)
+    x[:, 100:130] = -np.inf
+    x[3] = -np.inf
+    cuts = (0, 70, 70, 100, 130, 499, 500)
+    parts = [
+        lineage.softmax_statistics(put(backend, np.ascontiguousarray(x[:, a:b]))) for a, b in itertools.pairwise(cuts)
+    ]
+    merged = lineage.merge_statistics(*zip(*parts, strict=True))
+    check_statistics(*map(backend.get, merged), x, 1)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_infinite_and_nan_values_go_where_the_formula_sends_them(backend: Backend) -> None:
+    x = np.zeros((4, 300), np.float32)
+    x[0, 7], x[1, 200], x[2] = np.inf, np.nan, -np.inf
+    for function in (lineage.safe_softmax, lineage.online_softmax):
+        y = backend.get(function(put(backend, x)))
+        assert np.isnan(y[:3]).all()
+        assert (y[3] == np.float32(1 / 300)).all()
+
+
+@pytest.mark.parametrize("function", [lineage.safe_softmax, lineage.online_softmax, lineage.softmax_statistics])
+@pytest.mark.parametrize(
+    ("x", "axis", "error", "words"),
+    [
+        ([1.0], 0, TypeError, "x must be"),
+        (np.float32(1), 0, TypeError, "x must be"),
+        (np.zeros(3, np.int32), 0, TypeError, "x has dtype int32"),
+        (np.zeros(()), 0, ValueError, "x has no axis"),
+        (np.zeros((2, 3)), 2, ValueError, "axis must be -2 to 1 for an array of 2 axes, got 2"),
+        (np.zeros((2, 3)), -3, ValueError, "got -3"),
+        (np.zeros((2, 3)), 1.0, TypeError, "axis must be an int, got float"),
+        (np.zeros((2, 3)), None, TypeError, "axis must be an int, got NoneType"),
+    ],
+)
+def test_bad_input_of_a_softmax(function: Any, x: Any, axis: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        function(x, axis=axis)
+
+
+@pytest.mark.parametrize(
+    ("maxima", "totals", "error", "words"),
+    [
+        ([], [], ValueError, "maxima has no parts"),
+        ([np.zeros(2)], [np.zeros(2)] * 2, ValueError, "maxima has 1 parts, totals has 2"),
+        ([np.zeros(2)], [np.zeros(3)], ValueError, r"totals\[0\] must have shape \(2,\)"),
+        ([np.zeros(2), np.zeros(2, np.float32)], [np.zeros(2)] * 2, TypeError, r"maxima\[1\] must be float64"),
+        ([np.zeros(2, np.float16)], [np.zeros(2, np.float16)], TypeError, "must be float32 or float64, got float16"),
+        (3, [np.zeros(2)], TypeError, "maxima must be an iterable"),
+    ],
+)
+def test_bad_input_of_merging(maxima: Any, totals: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        lineage.merge_statistics(maxima, totals)
+
+
+# --- the kernels without a GPU ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("family", "target"), [("sm75", "75"), ("sm80", "80"), ("sm80", "90a"), ("sm80", "120")])
+def test_a_third_of_the_kernels_compiles_and_spills_nothing(
+    family: str, target: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "CUFLASH_CACHE_DIR" not in os.environ:
+        monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path))
+    turn = ["75", "80", "90a", "120"].index(target) % 3
+    variants = lineage_tiles.variants(target, family)
+    assert len({variant.name for variant in variants}) == len(variants)
+    sample = variants[turn::3]
+    errors = compile.compile_all(sample)
+    assert not errors, "\n\n".join(map(str, errors))
+    for variant in sample:
+        used = compile.resources(variant)
+        assert used.spill_bytes == used.stack_bytes == 0, f"{variant}: {used}"
