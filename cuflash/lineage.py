@@ -2,7 +2,7 @@
 
 A softmax goes three times over its row to be safe (`safe_softmax`), twice where maximum and sum are found together
 (`online_softmax`), and since such a pair merges with that of the next part of the row, attention need not have the row
-in memory at all.
+in memory at all. `standard_attention` does: it has the whole matrix of scores there.
 
 None of these is what to use where speed matters: that is `cuflash.attention`, whose results they have.
 `cuflash.memory_traffic` predicts the bytes that each of them moves.
@@ -15,14 +15,20 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
-from cuflash import arrays, lineage_host
+from cuflash import arrays, calls, lineage_host, lineage_tiles
+from cuflash.api import Align, Array
 from cuflash.arrays import Result
-from cuflash.problem import flag, integer, operand_dtypes, require
+from cuflash.calls import Inputs, zero
+from cuflash.problem import Problem, flag, integer, operand_dtypes, require
 
-Array = Any
-"""As in `cuflash.api`."""
-
-__all__ = ["merge_statistics", "online_softmax", "safe_softmax", "softmax_statistics"]
+__all__ = [
+    "merge_statistics",
+    "online_softmax",
+    "safe_softmax",
+    "softmax_statistics",
+    "standard_attention",
+    "standard_attention_backward",
+]
 
 
 def safe_softmax(x: Array, /, *, axis: int = -1) -> Array:
@@ -211,7 +217,221 @@ def merge_statistics(maxima: Iterable[Array], totals: Iterable[Array], /) -> tup
     return maximum, total
 
 
-# --- common to the functions above ---------------------------------------------------------------------------------
+# --- attention with the matrix in memory --------------------------------------------------------------------------
+
+
+@overload
+def standard_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    /,
+    *,
+    causal: bool = False,
+    align: Align = None,
+    scale: float | None = None,
+    return_probabilities: Literal[False] = False,
+) -> Array: ...
+@overload
+def standard_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    /,
+    *,
+    causal: bool = False,
+    align: Align = None,
+    scale: float | None = None,
+    return_probabilities: Literal[True],
+) -> tuple[Array, Array]: ...
+def standard_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    /,
+    *,
+    causal: bool = False,
+    align: Align = None,
+    scale: float | None = None,
+    return_probabilities: bool = False,
+) -> Any:
+    r"""Attention in three steps, each of which has the whole matrix of scores in memory.
+
+    .. math:: S = \mathrm{scale}\, q k^T, \quad P = \mathrm{softmax}(S), \quad o = P v
+
+    The matrix, m x n elements of q's dtype for each head, is written, read, written and read: S as a product, the
+    softmax in its place, and the product with v. On a GPU the products are cuBLAS's, and the softmax keeps a row on
+    chip, so that it loads and stores each element once.
+
+    Parameters
+    ----------
+    q, k, v : array, shape (..., m, d), (..., n, d) and (..., n, e)
+        As in `cuflash.attention`; on a GPU, arrays that are not in C order, or are broadcast, are copied.
+    causal, align, scale
+        As in `cuflash.attention`. Hidden scores are computed all the same, and masked by the softmax.
+    return_probabilities : bool
+        Return (o, p).
+
+    Returns
+    -------
+    o : array, shape (..., m, e)
+        In q's dtype and C order. Zero in a row that sees no key.
+    p : array, shape (..., m, n)
+        With ``return_probabilities=True``: the matrix of probabilities, in q's dtype and C order.
+
+    Raises
+    ------
+    TypeError, ValueError, ImportError, CompileError
+        As in `cuflash.attention`.
+    NotImplementedError
+        On a GPU, rows of scores that do not fit on a multiprocessor (the message says how many keys do), and bfloat16
+        before compute capability 8.0.
+
+    Notes
+    -----
+    Memory beyond inputs and results is m n elements of q's dtype for each head: 134 MB at 8192 tokens in 16 bits. The
+    host takes twice as much, or three times for 16 bits, which it computes in float32.
+
+    Scores are rounded to q's dtype: in float16 they must stay below 65504, and results are off by as much as a
+    rounding of the largest score, which `cuflash.attention` does not do. float32 is multiplied without TF32.
+
+    Dao et al. (2022), Algorithm 0.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> from cuflash import lineage
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 5, 4))
+    >>> o, p = lineage.standard_attention(q, k, v, causal=True, return_probabilities=True)
+    >>> bool(np.allclose(o, cuflash.attention(q, k, v, causal=True))), bool(np.allclose(p.sum(-1), 1))
+    (True, True)
+    """
+    x = _inputs(q, k, v, causal, align, scale)
+    with_probabilities, problem = flag("return_probabilities", return_probabilities), x.problem
+    backend = _backend(problem)
+    if problem.device >= 0:
+        backend.check_standard(problem, lineage_tiles.ROW_SOFTMAX)
+    with arrays.current(problem.device):
+        o, p = (result.empty(arrays.module(problem.device)) for result in _standard_results(problem))
+        if problem.empty:
+            zero(o)
+            zero(p)
+        else:
+            backend.standard_attention(problem, x.q, x.k, x.v, p, o)
+    return (o, p) if with_probabilities else o
+
+
+def standard_attention_backward(
+    do: Array, q: Array, k: Array, v: Array, p: Array, /, *, scale: float | None = None
+) -> tuple[Array, Array, Array]:
+    r"""Gradients of `standard_attention`, from the probabilities that it returned.
+
+    .. math:: dv = P^T do, \quad dP = do\, v^T, \quad dS = P \circ (dP - \mathrm{rowsum}(P \circ dP)), \quad
+              dq = \mathrm{scale}\; dS\, k, \quad dk = \mathrm{scale}\; dS^T q
+
+    P is read three times; dP is written, read, written as dS in its place, and read twice.
+
+    Parameters
+    ----------
+    do : array, shape (..., m, e)
+        Gradient with respect to o, of its shape and dtype.
+    q, k, v : array
+        As they were given to `standard_attention`.
+    p : array, shape (..., m, n)
+        What that returned with ``return_probabilities=True``. Masks are in it: hidden keys have the probability 0.
+    scale : float, optional
+        As it was given to `standard_attention`.
+
+    Returns
+    -------
+    dq, dk, dv : array
+        Each in shape and dtype of its input, in C order.
+
+    Raises
+    ------
+    TypeError, ValueError, ImportError, CompileError
+        As in `standard_attention`.
+    NotImplementedError
+        As in `standard_attention`, with half as many keys; on a GPU also inputs that are broadcast: give each batch
+        position its own, and add up.
+
+    Notes
+    -----
+    Memory beyond inputs and results is a second matrix of m n elements of q's dtype for each head. It is rounded to
+    that dtype as dP and as dS.
+
+    Dao et al. (2022), Algorithm 3.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cuflash import lineage
+    >>> q, k, v = np.zeros((3, 4)), np.ones((2, 4)), np.ones((2, 1))
+    >>> o, p = lineage.standard_attention(q, k, v, return_probabilities=True)
+    >>> lineage.standard_attention_backward(np.ones((3, 1)), q, k, v, p)[2]
+    array([[1.5],
+           [1.5]])
+    """
+    x = _inputs(q, k, v, False, None, scale)
+    problem, backend = x.problem, _backend(x.problem)
+    like_o, like_p = _standard_results(problem)
+    do, p = arrays.as_array("do", do), arrays.as_array("p", p)
+    problem.require("do", do, like_o)
+    problem.require("p", p, like_p)
+    _require_own_inputs(problem)
+    if problem.device >= 0:
+        backend.check_standard(problem, lineage_tiles.ROW_SOFTMAX_BACKWARD)
+    with arrays.current(problem.device):
+        gradients = _gradients(x)
+        if problem.empty or problem.e == 0:
+            for gradient in gradients:
+                zero(gradient)
+        else:
+            backend.standard_attention_backward(problem, do, x.q, x.k, x.v, p, *gradients)
+    return gradients
+
+
+def _standard_results(problem: Problem) -> tuple[Result, Result]:
+    """o and p."""
+    assert problem.o is not None
+    *rows, _ = problem.o.shape
+    dtype = problem.o.dtype
+    return arrays.result("o", dtype, (*rows, problem.e)), arrays.result("p", dtype, (*rows, problem.n))
+
+
+# --- common to attention -------------------------------------------------------------------------------------------
+
+
+def _inputs(q: Array, k: Array, v: Array, causal: bool, align: Align, scale: float | None) -> Inputs:
+    return calls.inputs(q, k, v, None, True, causal, align, None, None, scale, False, None, True)
+
+
+def _backend(problem: Problem) -> Any:
+    return lineage_host if problem.device < 0 else _launcher()
+
+
+def _require_own_inputs(problem: Problem) -> None:
+    """Raise on a GPU where an input of a backward pass is broadcast: nothing sums its gradient there."""
+    if problem.device < 0:
+        return
+    batches = {"q": problem.q_batch, "k": problem.k_batch, "v": problem.v_batch}
+    for name, batch in batches.items():
+        if batch != problem.batch:
+            raise NotImplementedError(
+                f"{name} has batch axes {batch}, the call {problem.batch}: on a GPU the backward passes of the lineage "
+                "do not sum over broadcast axes; cuflash.attention_backward does"
+            )
+
+
+def _gradients(x: Inputs) -> tuple[Array, Array, Array]:
+    """Room for dq, dk and dv, in C order, on the current device."""
+    xp = arrays.module(x.problem.device)
+    named = {"dq": x.q, "dk": x.k, "dv": x.v}
+    dq, dk, dv = (arrays.result(name, a.dtype.newbyteorder("="), a.shape).empty(xp) for name, a in named.items())
+    return dq, dk, dv
+
+
+# --- common to the softmaxes ---------------------------------------------------------------------------------
 
 
 def _rows(x: Array, axis: int) -> tuple[Any, int]:

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cuflash.problem import Problem
+
 Array = NDArray[Any]
 
 BLOCK_SIZE = 2**20
@@ -57,6 +59,52 @@ def merge_statistics(xp: Any, maxima: Sequence[Any], totals: Sequence[Any], maxi
             row_sum = row_sum * _rescale(xp, row_max, larger) + part_sum * _rescale(xp, part_max, larger)
             row_max = larger
         maximum[...], total[...] = row_max, row_sum
+
+
+def standard_attention(problem: Problem, q: Array, k: Array, v: Array, p: Array, o: Array) -> None:
+    """Fill p with the probabilities, of all of which there is memory, and o with their averages of v."""
+    dtype = _accumulate(q)
+    with np.errstate(all="ignore"):
+        scores = (_matmul(q, k.swapaxes(-1, -2), dtype) * dtype(problem.scale)).astype(p.dtype)
+        p[...] = scores  # what standard attention writes, and reads again
+        s = p.astype(dtype)
+        np.copyto(s, -np.inf, where=problem.band.hidden(0, problem.m, 0, problem.n))
+        row_max = np.fmax.reduce(s, axis=-1, initial=-np.inf)
+        _exponentials(s, row_max)
+        row_sum = s.sum(axis=-1, keepdims=True)
+        s /= np.where(row_sum == 0, 1, row_sum)
+        p[...] = s
+        o[...] = _matmul(p, v, dtype)
+
+
+def standard_attention_backward(
+    problem: Problem, do: Array, q: Array, k: Array, v: Array, p: Array, dq: Array, dk: Array, dv: Array
+) -> None:
+    """Fill the gradients from the probabilities of the forward; what an input was broadcast on is summed over."""
+    dtype = _accumulate(q)
+    with np.errstate(all="ignore"):
+        _fill(dv, _matmul(p.swapaxes(-1, -2), do, dtype))
+        dp = _matmul(do, v.swapaxes(-1, -2), dtype).astype(p.dtype)  # as p, in memory
+        weights, ds = p.astype(dtype), dp.astype(dtype)
+        ds -= (weights * ds).sum(axis=-1, keepdims=True)
+        ds *= weights
+        dp[...] = ds
+        _fill(dq, _matmul(dp, k, dtype) * dtype(problem.scale))
+        _fill(dk, _matmul(dp.swapaxes(-1, -2), q, dtype) * dtype(problem.scale))
+
+
+def _matmul(a: Array, b: Array, dtype: type[np.floating[Any]]) -> Array:
+    """A product of matrices with sums of the accumulation dtype."""
+    product: Array = np.matmul(a.astype(dtype), b.astype(dtype))
+    return product
+
+
+def _fill(gradient: Array, value: Array) -> None:
+    """Write a gradient, summed over the axes that its input was broadcast on."""
+    missing = value.ndim - gradient.ndim
+    padded = (1,) * missing + gradient.shape
+    shared = tuple(axis for axis, size in enumerate(padded) if size != value.shape[axis])
+    gradient[...] = value.sum(axis=shared, keepdims=True).reshape(gradient.shape)
 
 
 def _accumulate(x: Array) -> type[np.floating[Any]]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from cuflash import compile, launch, lineage_tiles, memory, params, tiles
+from cuflash.problem import Problem
 
 SHORT_ROW = 1024
 """Elements up to which a warp takes a row, beyond which a CTA does."""
@@ -43,6 +44,112 @@ def softmax(operation: str, x: Any, y: Any, maximum: Any, total: Any) -> None:
     run(variant, device, -(-rows * lanes // threads), packed)
 
 
+def check_standard(problem: Problem, operation: str) -> None:
+    """Raise NotImplementedError for a valid problem that standard attention does not take here, before it allocates."""
+    target, family = kernels_of(problem.device, problem.dtype, operation)
+    most = lineage_tiles.longest_row(operation, problem.dtype, target, family)
+    if problem.n > most:
+        raise NotImplementedError(
+            f"standard attention keeps a row of scores on chip: at most {most} keys in {problem.dtype} here, "
+            f"got {problem.n}"
+        )
+
+
+def standard_attention(problem: Problem, q: Any, k: Any, v: Any, p: Any, o: Any) -> None:
+    """Enqueue three steps: scores to p; their softmax, in place; the product with v to o. p and o are in C order."""
+    batch = problem.batch
+    q, k, v = (_matrices(x, batch) for x in (q, k, v))
+    p, o = _stacked(p), _stacked(o)
+    _gemm(q, k, p, transpose_b=True, factor=problem.scale)
+    _row_softmax(lineage_tiles.ROW_SOFTMAX, p, p, (problem.band.lo, problem.band.hi))
+    _gemm(p, v, o)
+
+
+def standard_attention_backward(
+    problem: Problem, do: Any, q: Any, k: Any, v: Any, p: Any, dq: Any, dk: Any, dv: Any
+) -> None:
+    """Enqueue the gradients: dv; dp, of p's size, and ds in its place; dq and dk. The gradients are in C order."""
+    import cupy
+
+    batch = problem.batch
+    do, q, k, v, p = (_matrices(x, batch) for x in (do, q, k, v, p))
+    dp = cupy.empty(p.shape, p.dtype)
+    _gemm(p, do, _stacked(dv), transpose_a=True)
+    _gemm(do, v, dp, transpose_b=True)
+    _row_softmax(lineage_tiles.ROW_SOFTMAX_BACKWARD, p, dp, (0, 0))
+    _gemm(dp, k, _stacked(dq), factor=problem.scale)
+    _gemm(dp, q, _stacked(dk), transpose_a=True, factor=problem.scale)
+
+
+def _stacked(x: Any) -> Any:
+    """An array in C order as one stack of matrices."""
+    return x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
+
+
+def _matrices(x: Any, batch: tuple[int, ...]) -> Any:
+    """An array as one stack of matrices in C order, one for each batch position: itself, or a copy."""
+    import cupy
+
+    bits = x.view(f"u{x.dtype.itemsize}") if x.flags.c_contiguous else _bits(x)
+    whole = cupy.ascontiguousarray(cupy.broadcast_to(bits, (*batch, *x.shape[-2:])))
+    return _stacked(whole).view(x.dtype)
+
+
+def _bits(x: Any) -> Any:
+    """The same memory as integers, strides and all: CuPy's own operations need not know bfloat16."""
+    import cupy
+
+    return cupy.ndarray(x.shape, f"u{x.dtype.itemsize}", memptr=x.data, strides=x.strides)
+
+
+_CUDA_TYPES = {"float16": 2, "bfloat16": 14, "float32": 0, "float64": 1}
+"""cudaDataType of operands."""
+_COMPUTE_TYPES = {"float16": 68, "bfloat16": 68, "float32": 69, "float64": 70}
+"""cublasComputeType_t: float32 sums, of float32 operands without TF32 and in no other arithmetic; float64."""
+
+
+def _gemm(a: Any, b: Any, c: Any, *, transpose_a: bool = False, transpose_b: bool = False, factor: float = 1.0) -> None:
+    """c = factor * a b of stacks of matrices in C order, by cuBLAS, which takes each for its transpose: c^T = b^T a^T.
+
+    Called directly and not through ``cupy.matmul``, which has no factor, no transposed operand without a copy, and
+    bfloat16 only in some versions.
+    """
+    from cupy.cuda import cublas, device
+
+    if c.size == 0:
+        return
+    dtype = c.dtype.name
+    depth = a.shape[-2] if transpose_a else a.shape[-1]
+    scalars = np.array([factor, 0], np.float64 if dtype == "float64" else np.float32)
+    kind, (count, rows, cols) = _CUDA_TYPES[dtype], c.shape
+    cublas.gemmStridedBatchedEx(
+        device.get_cublas_handle(), int(transpose_b), int(transpose_a), cols, rows, depth,
+        scalars[:1].ctypes.data,
+        b.data.ptr, kind, b.shape[-1], b.shape[-2] * b.shape[-1],
+        a.data.ptr, kind, a.shape[-1], a.shape[-2] * a.shape[-1],
+        scalars[1:].ctypes.data,
+        c.data.ptr, kind, cols, rows * cols,
+        count, _COMPUTE_TYPES[dtype], cublas.CUBLAS_GEMM_DEFAULT,
+    )  # fmt: skip
+
+
+def _row_softmax(operation: str, x: Any, y: Any, band: tuple[int, int]) -> None:
+    """Enqueue a kernel that keeps rows of stacks of matrices on chip."""
+    device, dtype, (count, m, n) = x.device.id, x.dtype.name, x.shape
+    target, family = kernels_of(device, dtype, operation)
+    axes = memory.Axes((1, count, m), {"x": (0, m * n, n), "y": (0, m * n, n)})
+    load = _load(dtype, n, axes, [(x, (1,), "x"), (y, (1,), "y")])
+    variant = lineage_tiles.row_softmax(operation, dtype, load, target, family)
+    # Two or more vectors a thread, as long as that leaves warps enough to hide what memory takes to answer.
+    vectors = n * tiles.ITEMSIZE[dtype] // 16
+    threads = min(variant.tile.threads, max(32, vectors // 4 // 32 * 32))
+    packed = params.pack_softmax(
+        (x.data.ptr, y.data.ptr, 0, 0), (0, m * n, n, 0, m * n, n, 0, 0, 0, 1, 1, n), (*axes.extents, threads, *band)
+    )
+    row_bytes = variant.smem_bytes * n // variant.tile.block_n // 16 * 16 + 16
+    run(variant, device, count * m, packed, threads, row_bytes)
+
+
 def kernels_of(device: int, dtype: str, operation: str) -> tuple[str, str]:
     """Target and portable family of a device; NotImplementedError where it has no kernels of the dtype."""
     target, family = launch._target(device), launch._families(device).portable
@@ -50,15 +157,23 @@ def kernels_of(device: int, dtype: str, operation: str) -> tuple[str, str]:
     return target, family
 
 
-def run(variant: compile.Variant, device: int, ctas: int, packed: bytes) -> None:
-    """Enqueue a kernel that takes one struct."""
+def run(
+    variant: compile.Variant,
+    device: int,
+    ctas: int,
+    packed: bytes,
+    threads: int | None = None,
+    smem_bytes: int | None = None,
+) -> None:
+    """Enqueue a kernel that takes one struct, with threads and shared memory of its variant unless they are given."""
     if ctas > params.MAX_INT:
         raise NotImplementedError(
             f"{variant.operation} would need {ctas} blocks, a launch has at most {params.MAX_INT}"
         )
     kernel = compile.kernel(variant, device)
     argument = np.frombuffer(packed, f"V{len(packed)}")[0]
-    kernel((ctas,), (variant.tile.threads,), (argument,), shared_mem=variant.smem_bytes)
+    dynamic = variant.smem_bytes if smem_bytes is None else smem_bytes
+    kernel((ctas,), (threads or variant.tile.threads,), (argument,), shared_mem=dynamic)
 
 
 def _elements(x: Any) -> tuple[int, ...]:

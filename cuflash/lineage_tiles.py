@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+
 from cuflash import tiles
 from cuflash.compile import Variant
 from cuflash.tiles import Tile
 
 SAFE_SOFTMAX, ONLINE_SOFTMAX = "safe_softmax", "online_softmax"
 """Rows in three and in two passes."""
+
+ROW_SOFTMAX, ROW_SOFTMAX_BACKWARD = "row_softmax", "row_softmax_backward"
+"""The softmax of standard attention, which keeps a row on chip, and its part of the backward."""
 
 ROWS = Tile(head_dim=16, value_dim=16, block_m=16, block_n=16, stages=1, warps=8)
 """Of the softmaxes only the number of warps matters."""
@@ -48,7 +53,7 @@ def flash1_forward(dtype: str, head_dim: int, target: str, family: str) -> Tile:
     >>> tile.block_m, tile.block_n, tile.stages
     (128, 256, 2)
     """
-    limit = tiles.SMEM_LIMIT["75" if family == "sm75" else target]
+    limit = _smem_limit(target, family)
     keys_kb, queries_kb = next(_SHARES[kb] for kb in sorted(_SHARES, reverse=True) if kb * 1024 <= limit)
     row = head_dim * tiles.ITEMSIZE[dtype]
     block_n = keys_kb * 1024 // (2 * row)
@@ -62,11 +67,33 @@ def softmax(operation: str, dtype: str, load: str, target: str, family: str) -> 
     return Variant(operation, family, target, dtype, dtype, ROWS, (), load, False)
 
 
+_WHOLE_ROWS = {ROW_SOFTMAX: 1, ROW_SOFTMAX_BACKWARD: 2}
+"""Rows that a CTA keeps on chip."""
+
+
+def row_softmax(operation: str, dtype: str, load: str, target: str, family: str) -> Variant:
+    """The kernel of `ROW_SOFTMAX` or `ROW_SOFTMAX_BACKWARD`; its shared memory is for rows of `longest_row`."""
+    length = longest_row(operation, dtype, target, family)
+    tile = Tile(head_dim=16, value_dim=16, block_m=16, block_n=length, stages=1, warps=16)
+    return Variant(operation, family, target, dtype, dtype, tile, (), load, False)
+
+
+def longest_row(operation: str, dtype: str, target: str, family: str) -> int:
+    """The most elements of a row that `row_softmax` takes."""
+    limit = _smem_limit(target, family) - 1024  # beside what warps tell each other
+    return limit // (_WHOLE_ROWS[operation] * tiles.ITEMSIZE[dtype]) // 16 * 16
+
+
+def _smem_limit(target: str, family: str) -> int:
+    return tiles.SMEM_LIMIT["75" if family == "sm75" else target]
+
+
 def variants(target: str, family: str) -> list[Variant]:
     """Every variant that `cuflash.lineage` can ask for on a target, in a fixed order."""
-    return [
-        softmax(operation, dtype, load, target, family)
-        for dtype in tiles.dtypes(target, family)
-        for operation in (SAFE_SOFTMAX, ONLINE_SOFTMAX)
-        for load in ("16", "strided")
-    ]
+    found = []
+    for dtype, load in itertools.product(tiles.dtypes(target, family), ("16", "strided")):
+        for operation in (SAFE_SOFTMAX, ONLINE_SOFTMAX):
+            found.append(softmax(operation, dtype, load, target, family))
+        for operation in (ROW_SOFTMAX, ROW_SOFTMAX_BACKWARD):
+            found.append(row_softmax(operation, dtype, load, target, family))
+    return found

@@ -55,7 +55,7 @@ _MERGE_PART = struct.Struct(f"<2Q{2 * STRIDES_PER_TENSOR}q")
 _MERGE_TAIL = struct.Struct(f"<2Q{2 + 2 * STRIDES_PER_TENSOR}q7i")
 MERGE_SIZE = (MERGE_PARTS * _MERGE_PART.size + _MERGE_TAIL.size + 7) // 8 * 8
 
-SOFTMAX_OPERATIONS = ("safe_softmax", "online_softmax", "row_softmax")
+SOFTMAX_OPERATIONS = ("safe_softmax", "online_softmax", "row_softmax", "row_softmax_backward")
 """Kernels on rows of an array that is no operand of attention: ``SoftmaxParams`` of lineage/rows.cuh."""
 _SOFTMAX = struct.Struct("<4Q12q6i")
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import os
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
-from backends import GPU, HOST, Backend, Layout, acc_dtype, dtype_of, normal, place, put
+import reference
+from backends import GPU, HOST, Backend, Layout, Placed, acc_dtype, dtype_of, normal, place, put, same_bits
 from gpu_cases import layouts
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -172,6 +174,201 @@ def test_bad_input_of_a_softmax(function: Any, x: Any, axis: Any, error: type[Ex
 def test_bad_input_of_merging(maxima: Any, totals: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         lineage.merge_statistics(maxima, totals)
+
+
+# --- attention ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A problem of the attentions of the lineage, and how its arrays lie."""
+
+    dtype: str
+    q: tuple[int, ...]
+    k: tuple[int, ...]
+    v: tuple[int, ...]
+    options: dict[str, Any]
+    layouts: dict[str, Layout]
+    seed: int
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        rng = np.random.default_rng(self.seed)
+        batch = np.broadcast_shapes(self.q[:-2], self.k[:-2], self.v[:-2])
+        shapes = {"q": self.q, "k": self.k, "v": self.v, "do": (*batch, self.q[-2], self.v[-1])}
+        return {name: normal(rng, shape, self.dtype) for name, shape in shapes.items()}
+
+    def placed(self, backend: Backend, values: dict[str, np.ndarray]) -> dict[str, Placed]:
+        return {name: place(backend, x, self.layouts.get(name)) for name, x in values.items()}
+
+
+@st.composite
+def attentions(draw: st.DrawFn, most_features: int = 80, broadcast: bool = True) -> Attention:
+    """Any call, some of its inputs broadcast, with arrays of any strides."""
+    lengths = st.one_of(st.sampled_from((0, 1, 2, 3, 200, 300)), st.integers(1, 140))
+    m, n = draw(lengths), draw(lengths)
+    d, e = draw(st.integers(1, most_features)), draw(st.integers(0, most_features))
+    if draw(st.booleans()):  # whole vectors
+        d, e = -(-d // 8) * 8, -(-e // 8) * 8
+    batch = tuple(draw(st.lists(st.sampled_from((1, 2, 3)), max_size=2)))
+
+    def trimmed() -> tuple[int, ...]:
+        axes = tuple(draw(st.sampled_from((length, 1))) for length in batch)
+        return axes[draw(st.integers(0, len(batch))) :] if broadcast and draw(st.booleans()) else batch
+
+    options: dict[str, Any] = {}
+    if draw(st.booleans()):
+        aligns = st.one_of(st.sampled_from(("bottom-right", "top-left")), st.integers(-m - 1, n + 1))
+        options = {"causal": True, "align": draw(aligns)}
+    scale = draw(st.sampled_from((None, None, 0.3, -0.2, 0.0)))
+    options |= {} if scale is None else {"scale": scale}
+    shapes = {"q": (*trimmed(), m, d), "k": (*trimmed(), n, d), "v": (*batch, n, e)}
+    whole = np.broadcast_shapes(*(shape[:-2] for shape in shapes.values()))
+    ndims = {name: len(shape) for name, shape in shapes.items()} | {"do": len(whole) + 2}
+    where = {name: draw(layouts(ndim, writable=True)) for name, ndim in ndims.items() if draw(st.booleans())}
+    return Attention(
+        draw(st.sampled_from(DTYPES)), **shapes, options=options, layouts=where, seed=draw(st.integers(0, 2**32 - 1))
+    )
+
+
+class Limits:
+    """What results may be off by, relative to their bounds.
+
+    A score is rounded ``roundings`` times to the operands' dtype, and is a sum of products in the accumulation dtype; a
+    probability is off by as much as its own score and the largest one are, and is rounded again; the sums that follow
+    lose an accumulation's rounding with each term, which also covers what tensor cores cut off.
+    """
+
+    def __init__(self, x: dict[str, np.ndarray], options: dict[str, Any], roundings: int) -> None:
+        q, k, v = x["q"], x["k"], x["v"]
+        self.dense, dtype = reference.dense(q, k, v, **options), q.dtype
+        u, eps = unit_roundoff(dtype), float(np.finfo(acc_dtype(dtype.name)).eps)
+        score = (roundings * u + 8 * eps) * self.dense.max_abs_score + q.shape[-1] * eps * self.dense.max_abs_products
+        p = 2 * score + 2 * u + 64 * eps
+        length = q.shape[-2] + k.shape[-2] + v.shape[-1]
+        self.o = p + u + length * eps
+        self.gradient = 2 * p + 6 * u + 3 * length * eps
+
+    def check(self, name: str, got: np.ndarray, exact: np.ndarray, bound: float) -> None:
+        limit = self.o if name in ("o", "p") else self.gradient
+        assert got.shape == exact.shape, f"{name}: {got.shape}"
+        excess = reference.excess(got, exact, bound, limit)
+        assert excess <= 0, f"{name} is off by {excess:.3g} more than {limit:.3g} * {bound:.3g}"
+
+
+def check_gradients(
+    got: dict[str, np.ndarray], x: dict[str, np.ndarray], options: dict[str, Any], limits: Limits
+) -> None:
+    do, q, k, v = (x[name] for name in ("do", "q", "k", "v"))
+    exact = reference.gradients(do, q, k, v, **options)
+    measure = reference.bounds(do, q, k, v, **options)
+    for name, value in zip(("dq", "dk", "dv"), exact, strict=False):
+        assert value is not None and got[name].dtype == q.dtype
+        limits.check(name, got[name], value, getattr(measure, name))
+
+
+# --- standard attention ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=120)
+@given(case=attentions())
+def test_standard_attention(backend: Backend, case: Attention) -> None:
+    supported(backend, case.dtype)
+    x = case.arrays()
+    placed = case.placed(backend, x)
+    q, k, v = (placed[name].array for name in "qkv")
+    o, p = lineage.standard_attention(q, k, v, return_probabilities=True, **case.options)
+    limits = Limits(x, case.options, roundings=1)
+    limits.check("o", backend.get(o), limits.dense.o, reference.largest(np.abs(limits.dense.v)))
+    limits.check("p", backend.get(p), limits.dense.p, 1.0)
+    assert o.dtype == p.dtype == x["q"].dtype
+    for each in placed.values():
+        each.check_unchanged()
+    assert same_bits(backend.get(lineage.standard_attention(q, k, v, **case.options)), backend.get(o))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=100)
+@given(data=st.data())
+def test_standard_attention_backward(backend: Backend, data: st.DataObject) -> None:
+    case = data.draw(attentions(broadcast=backend is HOST))
+    supported(backend, case.dtype)
+    x = case.arrays()
+    placed = case.placed(backend, x)
+    do, q, k, v = (placed[name].array for name in ("do", "q", "k", "v"))
+    _, p = lineage.standard_attention(q, k, v, return_probabilities=True, **case.options)
+    scale = case.options.get("scale")
+    gradients = lineage.standard_attention_backward(do, q, k, v, p, scale=scale)
+    got = dict(zip(("dq", "dk", "dv"), map(backend.get, gradients), strict=True))
+    check_gradients(got, x, case.options, Limits(x, case.options, roundings=1))
+    for each in placed.values():
+        each.check_unchanged()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_standard_attention_of_long_rows(backend: Backend, dtype: str) -> None:
+    """Of many vectors a thread, and of a length that is none."""
+    supported(backend, dtype)
+    for n in (6000, 6001):
+        shapes = {"q": (2, 40, 16), "k": (2, n, 16), "v": (2, n, 8)}
+        case = Attention(dtype, **shapes, options={"causal": True, "align": n - 50}, layouts={}, seed=1)
+        x = case.arrays()
+        q, k, v, do = (put(backend, x[name]) for name in ("q", "k", "v", "do"))
+        o, p = lineage.standard_attention(q, k, v, return_probabilities=True, **case.options)
+        limits = Limits(x, case.options, roundings=1)
+        limits.check("o", backend.get(o), limits.dense.o, reference.largest(np.abs(x["v"].astype(np.float64))))
+        gradients = lineage.standard_attention_backward(do, q, k, v, p)
+        got = dict(zip(("dq", "dk", "dv"), map(backend.get, gradients), strict=True))
+        check_gradients(got, x, case.options, limits)
+
+
+@pytest.mark.gpu
+def test_standard_attention_names_its_limits_on_a_gpu() -> None:
+    q, k = put(GPU, np.zeros((1, 8), np.float64)), put(GPU, np.zeros((40000, 8), np.float64))
+    with pytest.raises(NotImplementedError, match=r"at most \d+ keys in float64 here, got 40000"):
+        lineage.standard_attention(q, k, k)
+    q, k = put(GPU, np.zeros((3, 5, 8))), put(GPU, np.zeros((5, 8)))
+    p = put(GPU, np.zeros((3, 5, 5)))
+    with pytest.raises(NotImplementedError, match=r"k has batch axes \(\), the call \(3,\)"):
+        lineage.standard_attention_backward(q, q, k, k, p)
+
+
+QKV = (np.zeros((2, 3, 4)), np.zeros((2, 5, 4)), np.zeros((2, 5, 6)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "words"),
+    [
+        (([[1.0]], *QKV[1:]), {}, TypeError, "q must be"),
+        (QKV, {"causal": True}, ValueError, "need align"),
+        (QKV, {"causal": 1}, TypeError, "causal must be a bool"),
+        (QKV, {"scale": "1"}, TypeError, "scale must be"),
+        ((QKV[0], QKV[1][..., :3], QKV[2]), {}, ValueError, "differ in features"),
+        ((QKV[0].astype(np.float32), *QKV[1:]), {}, TypeError, "dtypes must be equal"),
+    ],
+)
+def test_bad_input_of_standard_attention(
+    arguments: Any, options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        lineage.standard_attention(*arguments, **options)
+    with pytest.raises(TypeError, match="return_probabilities must be a bool"):
+        lineage.standard_attention(*QKV, return_probabilities=1)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(
+    ("do", "p", "error", "words"),
+    [
+        (None, np.zeros((2, 3, 5)), TypeError, "do must be"),
+        (np.zeros((2, 3, 4)), np.zeros((2, 3, 5)), ValueError, r"do must have shape \(2, 3, 6\)"),
+        (np.zeros((2, 3, 6)), np.zeros((2, 3, 4)), ValueError, r"p must have shape \(2, 3, 5\)"),
+        (np.zeros((2, 3, 6)), np.zeros((2, 3, 5), np.float32), TypeError, "p must be float64"),
+    ],
+)
+def test_bad_input_of_its_backward(do: Any, p: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        lineage.standard_attention_backward(do, *QKV, p)
 
 
 # --- the kernels without a GPU ---------------------------------------------------------------------------------------

@@ -25,6 +25,8 @@ static_assert(sizeof(SoftmaxParams) == 152, "the host packs the same bytes");
 
 __device__ __forceinline__ float exponential(float x) { return expf(x); }
 __device__ __forceinline__ double exponential(double x) { return exp(x); }
+__device__ __forceinline__ float exp2_of(float x) { return ex2(x); }
+__device__ __forceinline__ double exp2_of(double x) { return exp2(x); }
 
 // The weight of a sum whose reference was `old` against a new one, no smaller. Equal ones are compared, not
 // subtracted: of infinities that would be NaN.
@@ -116,8 +118,7 @@ __device__ __forceinline__ T combine(T own, int lanes, Merge merge) {
   if (lane_id() == 0) of_warp[warp_id()] = own;
   __syncthreads();  // what each warp has found is there
   own = of_warp[0];
-#pragma unroll
-  for (int warp = 1; warp < kTile.warps; ++warp) own = merge(own, of_warp[warp]);
+  for (int warp = 1; warp < lanes / 32; ++warp) own = merge(own, of_warp[warp]);
   return own;
 }
 
