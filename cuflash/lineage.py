@@ -2,7 +2,8 @@
 
 A softmax goes three times over its row to be safe (`safe_softmax`), twice where maximum and sum are found together
 (`online_softmax`), and since such a pair merges with that of the next part of the row, attention need not have the row
-in memory at all. `standard_attention` does: it has the whole matrix of scores there.
+in memory at all. `standard_attention` does: it has the whole matrix of scores there. `flash1_attention` has what is
+summed of each row there, and goes over that once for each tile of keys.
 
 None of these is what to use where speed matters: that is `cuflash.attention`, whose results they have.
 `cuflash.memory_traffic` predicts the bytes that each of them moves.
@@ -22,6 +23,7 @@ from cuflash.calls import Inputs, zero
 from cuflash.problem import Problem, flag, integer, operand_dtypes, require
 
 __all__ = [
+    "flash1_attention",
     "merge_statistics",
     "online_softmax",
     "safe_softmax",
@@ -397,6 +399,114 @@ def _standard_results(problem: Problem) -> tuple[Result, Result]:
     *rows, _ = problem.o.shape
     dtype = problem.o.dtype
     return arrays.result("o", dtype, (*rows, problem.e)), arrays.result("p", dtype, (*rows, problem.n))
+
+
+# --- FlashAttention-1 ----------------------------------------------------------------------------------------------
+
+
+@overload
+def flash1_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    /,
+    *,
+    causal: bool = False,
+    align: Align = None,
+    scale: float | None = None,
+    return_statistics: Literal[False] = False,
+) -> Array: ...
+@overload
+def flash1_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    /,
+    *,
+    causal: bool = False,
+    align: Align = None,
+    scale: float | None = None,
+    return_statistics: Literal[True],
+) -> tuple[Array, Array, Array]: ...
+def flash1_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    /,
+    *,
+    causal: bool = False,
+    align: Align = None,
+    scale: float | None = None,
+    return_statistics: bool = False,
+) -> Any:
+    r"""FlashAttention-1: key tiles outside, query tiles inside, o rescaled in memory on each pass.
+
+    A tile of keys and values is loaded once, and all queries of the head pass by it. Their o, l and m are read from
+    memory, brought to the new maximum, and written again:
+
+    .. math:: m' = \max(m, \max_j s_j), \quad l' = l\, e^{m - m'} + \sum_j e^{s_j - m'}, \quad
+              o' = rac{l\, e^{m - m'} o + \sum_j e^{s_j - m'} v_j}{l'}
+
+    `cuflash.attention` has the loops the other way round: a query tile keeps o, l and m on chip, and it is keys and
+    values that are read again.
+
+    Parameters
+    ----------
+    q, k, v, causal, align, scale
+        As in `cuflash.attention`.
+    return_statistics : bool
+        Return (o, maximum, total).
+
+    Returns
+    -------
+    o : array, shape (..., m, e)
+        In q's dtype and C order. Zero in a row that sees no key.
+    maximum, total : array, shape (..., m)
+        With ``return_statistics=True``: m and l of each row, float32 (float64 for float64), such that
+        ``maximum + log(total)`` is its log-sum-exp. On a GPU the maximum may be that of some keys before the last: it
+        moves only where it would grow by a factor of 2^8 in exponentials.
+
+    Raises
+    ------
+    TypeError, ValueError, ImportError, CompileError
+        As in `cuflash.attention`.
+    NotImplementedError
+        On a GPU, more than 256 features (float32, float64: 128), batch axes that kernels cannot follow, and bfloat16
+        before compute capability 8.0.
+
+    Notes
+    -----
+    Memory beyond inputs and results: o in float32 (float64 for float64) and two numbers a row. A head is one CTA's, as
+    in the paper; only where there are too few heads to fill the GPU are the rows of a head divided.
+
+    Dao et al. (2022), Algorithm 1. On a GPU, key tiles of as many keys as shared memory holds, and the same tensor-core
+    instructions as in `cuflash.attention` before compute capability 9.0.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> from cuflash import lineage
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 5, 4))
+    >>> o, maximum, total = lineage.flash1_attention(q, k, v, return_statistics=True)
+    >>> ours, lse = cuflash.attention(q, k, v, return_lse=True)
+    >>> bool(np.allclose(o, ours)), bool(np.allclose(maximum + np.log(total), lse))
+    (True, True)
+    """
+    x = _inputs(q, k, v, causal, align, scale)
+    with_statistics, problem = flag("return_statistics", return_statistics), x.problem
+    backend = _backend(problem)
+    if problem.device >= 0:
+        backend.check_flash1(problem, lineage_tiles.FLASH1_FORWARD)
+    with arrays.current(problem.device):
+        o = _standard_results(problem)[0].empty(arrays.module(problem.device))
+        maximum, total = backend.flash1_statistics(problem)
+        if problem.empty:
+            zero(o)
+            maximum.fill(-np.inf)
+            total.fill(0)
+        else:
+            backend.flash1_attention(problem, x.q, x.k, x.v, o, maximum, total)
+    return (o, maximum, total) if with_statistics else o
 
 
 # --- common to attention -------------------------------------------------------------------------------------------

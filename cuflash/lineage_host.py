@@ -19,6 +19,8 @@ Array = NDArray[Any]
 
 BLOCK_SIZE = 2**20
 """Elements, about, that a pass over rows takes at a time."""
+KEY_BLOCK, ROW_BLOCK = 256, 128
+"""Of FlashAttention-1."""
 
 
 def safe_softmax(x: Array, y: Array, maximum: None = None, total: None = None) -> None:
@@ -93,6 +95,53 @@ def standard_attention_backward(
         _fill(dk, _matmul(dp.swapaxes(-1, -2), q, dtype) * dtype(problem.scale))
 
 
+def flash1_statistics(problem: Problem) -> tuple[Array, Array]:
+    """Room for m and l of each row."""
+    shape = (*problem.batch, problem.m)
+    return np.empty(shape, problem.lse.dtype), np.empty(shape, problem.lse.dtype)
+
+
+def flash1_attention(problem: Problem, q: Array, k: Array, v: Array, o: Array, maximum: Array, total: Array) -> None:
+    """Fill o and the statistics of its rows: key blocks outside, query blocks inside, o as the average so far."""
+    dtype, batch = _accumulate(q), problem.batch
+    average = np.zeros(o.shape, dtype)
+    maximum.fill(-np.inf)
+    total.fill(0)
+    with np.errstate(all="ignore"):
+        for keys in _spans(problem.n, KEY_BLOCK):
+            k_block, v_block = (x[..., keys, :].astype(dtype) for x in (k, v))
+            for rows in _seeing(problem, keys):
+                s = _scores(problem, q, k_block, rows, keys)
+                m, l = maximum[..., rows], total[..., rows]  # noqa: E741 - as the paper names them
+                larger = np.maximum(m, np.fmax.reduce(s, axis=-1, initial=-np.inf))
+                p = _exponentials(s, larger)
+                kept = l * _rescale(np, m, larger)
+                new = kept + p.sum(axis=-1)
+                block = average[..., rows, :]
+                block *= kept[..., None]
+                block += p @ v_block
+                block /= np.where(new == 0, 1, new)[..., None]
+                maximum[..., rows], total[..., rows] = np.broadcast_to(larger, (*batch, *m.shape[-1:])), new
+    o[...] = average
+
+
+def _scores(problem: Problem, q: Array, k_block: Array, rows: slice, keys: slice) -> Array:
+    """Scores of a tile in the accumulation dtype, over the whole batch, hidden ones -inf."""
+    s = _matmul(q[..., rows, :], k_block.swapaxes(-1, -2), k_block.dtype.type) * k_block.dtype.type(problem.scale)
+    s = np.array(np.broadcast_to(s, (*problem.batch, *s.shape[-2:])))
+    np.copyto(s, -np.inf, where=problem.band.hidden(rows.start, rows.stop, keys.start, keys.stop))
+    return s
+
+
+def _spans(length: int, step: int) -> Iterator[slice]:
+    return (slice(at, min(at + step, length)) for at in range(0, length, step))
+
+
+def _seeing(problem: Problem, keys: slice) -> Iterator[slice]:
+    """Blocks of rows of which some sees some of the keys."""
+    return (x for x in _spans(problem.m, ROW_BLOCK) if x.stop - 1 + problem.band.hi >= keys.start)
+
+
 def _matmul(a: Array, b: Array, dtype: type[np.floating[Any]]) -> Array:
     """A product of matrices with sums of the accumulation dtype."""
     product: Array = np.matmul(a.astype(dtype), b.astype(dtype))
@@ -115,7 +164,7 @@ def _blocks(x: Array) -> Iterator[slice]:
     """Parts of the rows, all rows at once."""
     length = x.shape[-1]
     step = max(1, BLOCK_SIZE // max(1, math.prod(x.shape[:-1])))
-    return (slice(at, min(at + step, length)) for at in range(0, length, step))
+    return _spans(length, step)
 
 
 def _exponentials(block: Array, row_max: Array) -> Array:

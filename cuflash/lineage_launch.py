@@ -81,6 +81,63 @@ def standard_attention_backward(
     _gemm(dp, q, _stacked(dk), transpose_a=True, factor=problem.scale)
 
 
+def check_flash1(problem: Problem, operation: str) -> None:
+    """Raise NotImplementedError for a valid problem that FlashAttention-1 does not take here, before it allocates."""
+    target, family = kernels_of(problem.device, problem.dtype, operation)
+    most = lineage_tiles.most_features(operation, problem.dtype)
+    features = max(problem.d, problem.e)
+    if features > most:
+        raise NotImplementedError(
+            f"{operation} in {problem.dtype} takes at most {most} features ({operation}_{family} for sm_{target}), "
+            f"got {features}; the host serves any number"
+        )
+    if problem.m + problem.n > params.MAX_INT - 1024:
+        raise NotImplementedError(f"kernels count rows in 32 bits: m + n = {problem.m + problem.n} is too many")
+    given = {"q": problem.q_strides, "k": problem.k_strides, "v": problem.v_strides}
+    memory.layout_of(problem, given)  # batch axes that no kernel can follow
+
+
+def flash1_statistics(problem: Problem) -> tuple[Any, Any]:
+    """Room for m and l of each row, on the current device: tiles of rows write whole."""
+    import cupy
+
+    shape = (*problem.batch, memory.padded_rows(problem.m))
+    maximum, total = (cupy.empty(shape, problem.lse.dtype)[..., : problem.m] for _ in range(2))
+    return maximum, total
+
+
+def flash1_attention(problem: Problem, q: Any, k: Any, v: Any, o: Any, maximum: Any, total: Any) -> None:
+    """Enqueue FlashAttention-1; the statistics are those of `flash1_statistics`."""
+    import cupy
+
+    target, family = kernels_of(problem.device, problem.dtype, lineage_tiles.FLASH1_FORWARD)
+    head_dim = lineage_tiles.bucket(max(problem.d, problem.e), problem.dtype)
+    assert head_dim is not None  # check_flash1
+    named = {"q": q, "k": k, "v": v, "o": o}
+    layout = memory.layout_of(problem, {name: x.strides for name, x in named.items()})
+    bits = [x.data.ptr & 15 for x in named.values()]
+    launch._Bits(bits[0] | bits[1] | bits[2], bits[3], 0).check(problem.dtype)
+    load = memory.load_kind(problem.dtype, layout, ("q", "k", "v"), bits[0] | bits[1] | bits[2])
+    vector = memory.load_kind(problem.dtype, layout, ("o",), bits[3]) == "16"
+    plain = launch._is_plain(problem)
+    variant = lineage_tiles.flash1(problem.dtype, head_dim, load, plain, target, family)
+    tile, heads = variant.tile, math.prod(layout.extents)
+    blocks = -(-problem.m // tile.block_m)
+    # A CTA a head, as in the paper; where these do not fill the device, its rows are divided.
+    parts = tiles.splits(heads, blocks, launch._multiprocessors(problem.device))
+    state = cupy.empty(heads * blocks * tile.block_m * head_dim, problem.lse.dtype)
+    strides = layout.strides | {"dq_accum": _in_order(layout.extents, blocks * tile.block_m * head_dim, head_dim)}
+    plan = launch._launch(problem, variant, layout._replace(strides=strides), parts, splits=parts, store_vector=vector)
+    addresses = {name: x.data.ptr for name, x in named.items()}
+    addresses |= {"row_lse": maximum.data.ptr, "delta": total.data.ptr, "dq_accum": state.data.ptr}
+    launch._run((plan,), [addresses.get(name, 0) for name in params.TENSORS])
+
+
+def _in_order(extents: tuple[int, int, int], count: int, row: int) -> memory.Strides:
+    """Strides of a workspace array of ``count`` elements a batch position, in C order."""
+    return (extents[1] * extents[2] * count, extents[2] * count, count, row, 0)
+
+
 def _stacked(x: Any) -> Any:
     """An array in C order as one stack of matrices."""
     return x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])

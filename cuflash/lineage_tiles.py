@@ -23,6 +23,8 @@ FLASH1_FORWARD = "flash1_forward"
 HEAD_DIMS = {"16 bits": (64, 128, 256), "float32": (64, 128), "float64": (64, 128)}
 """Tile head dims of `FLASH1_FORWARD` by kind of operand: a warp holds the output of 16 rows in registers."""
 
+_MOST_FEATURES = {FLASH1_FORWARD: {kind: max(dims) for kind, dims in HEAD_DIMS.items()}}
+
 MOST_ROWS = 128
 """Query rows of a tile, at most: 16 a warp."""
 
@@ -33,6 +35,11 @@ _SHARES = {227: (128, 64), 163: (128, 32), 99: (64, 32), 64: (32, 32)}
 def bucket(features: int, dtype: str) -> int | None:
     """The least tile head dim of at least so many features, None where all are less."""
     return next((d for d in HEAD_DIMS[tiles.kind(dtype)] if d >= features), None)
+
+
+def most_features(operation: str, dtype: str) -> int:
+    """The most features that FlashAttention-1 takes on a GPU."""
+    return _MOST_FEATURES[operation][tiles.kind(dtype)]
 
 
 def flash1_forward(dtype: str, head_dim: int, target: str, family: str) -> Tile:
@@ -88,6 +95,14 @@ def _smem_limit(target: str, family: str) -> int:
     return tiles.SMEM_LIMIT["75" if family == "sm75" else target]
 
 
+def flash1(dtype: str, head_dim: int, load: str, plain: bool, target: str, family: str) -> Variant:
+    """The kernel with the tile of `flash1_forward`. ``plain``: the scale can wait until the exponent; only with loads
+    of 16 bytes, so that there are two of each tile and not four."""
+    tile = flash1_forward(dtype, head_dim, target, family)
+    plain = plain and load == "16"
+    return Variant(FLASH1_FORWARD, family, target, dtype, dtype, tile, (), load if plain else "strided", not plain)
+
+
 def variants(target: str, family: str) -> list[Variant]:
     """Every variant that `cuflash.lineage` can ask for on a target, in a fixed order."""
     found = []
@@ -96,4 +111,7 @@ def variants(target: str, family: str) -> list[Variant]:
             found.append(softmax(operation, dtype, load, target, family))
         for operation in (ROW_SOFTMAX, ROW_SOFTMAX_BACKWARD):
             found.append(row_softmax(operation, dtype, load, target, family))
+    for dtype in tiles.dtypes(target, family):
+        for head_dim, plain in itertools.product(HEAD_DIMS[tiles.kind(dtype)], (True, False)):
+            found.append(flash1(dtype, head_dim, "16", plain, target, family))
     return found

@@ -93,7 +93,7 @@ def memory_traffic(
     Parameters
     ----------
     algorithm : {'standard', 'flash1', 'cuflash', 'safe_softmax', 'online_softmax'}
-        Attention in three steps with the matrix in memory; FlashAttention-1; `attention`; `lineage.safe_softmax`;
+        `lineage.standard_attention`, `lineage.flash1_attention`, `attention`, `lineage.safe_softmax` or
         `lineage.online_softmax`.
     seqlen_q, seqlen_k : int
         Lengths of q and k, m and n; at least 1.
@@ -131,8 +131,9 @@ def memory_traffic(
 
     Notes
     -----
-    Not counted are lse, and what float32 on compute capability 9.0 does before: q, k and v are split into 16-bit parts,
-    of 6 bytes an element in place of 4, which are written once and read in their place.
+    Not counted are lse; k and v for each further part where 'flash1' divides the rows of a head; and what float32 on
+    compute capability 9.0 does before: q, k and v are split into 16-bit parts, of 6 bytes an element in place of 4,
+    which are written once and read in their place.
 
     The count for standard attention and FlashAttention-1 is that of Dao et al., "FlashAttention: Fast and
     Memory-Efficient Exact Attention with IO-Awareness" (2022), Algorithms 0 and 1 and Theorem 2, with constants; that
