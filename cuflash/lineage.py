@@ -24,6 +24,7 @@ from cuflash.problem import Problem, flag, integer, operand_dtypes, require
 
 __all__ = [
     "flash1_attention",
+    "flash1_attention_backward",
     "merge_statistics",
     "online_softmax",
     "safe_softmax",
@@ -507,6 +508,89 @@ def flash1_attention(
         else:
             backend.flash1_attention(problem, x.q, x.k, x.v, o, maximum, total)
     return (o, maximum, total) if with_statistics else o
+
+
+def flash1_attention_backward(
+    do: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    o: Array,
+    maximum: Array,
+    total: Array,
+    /,
+    *,
+    causal: bool = False,
+    align: Align = None,
+    scale: float | None = None,
+) -> tuple[Array, Array, Array]:
+    r"""Gradients of `flash1_attention`, from its o, m and l; the probabilities are computed again.
+
+    .. math:: p_{ij} = e^{s_{ij} - m_i} / l_i, \quad
+              ds_{ij} = p_{ij} (do_i \cdot v_j - do_i \cdot o_i)
+
+    A tile of keys and values is loaded once, and stays with the sums of its dk and dv while all queries of the head
+    pass by; the sums of their dq are read from memory, added to, and written again.
+
+    Parameters
+    ----------
+    do : array, shape (..., m, e)
+        Gradient with respect to o, of its shape and dtype.
+    q, k, v, causal, align, scale
+        As they were given to `flash1_attention`.
+    o, maximum, total : array
+        What that returned with ``return_statistics=True``.
+
+    Returns
+    -------
+    dq, dk, dv : array
+        Each in shape and dtype of its input, in C order.
+
+    Raises
+    ------
+    TypeError, ValueError, ImportError, CompileError
+        As in `flash1_attention`.
+    NotImplementedError
+        On a GPU, more than 128 features (float64: 64), inputs that are broadcast, and what `flash1_attention` does not
+        take.
+
+    Notes
+    -----
+    Memory beyond inputs and results: dq in float32 (float64 for float64), rows in multiples of 128, and three numbers a
+    row. On a GPU a head is one CTA's, as in the paper: few heads leave most of it idle.
+
+    Dao et al. (2022), Algorithm 4; do o is formed once for each row, not again in each pass.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cuflash import lineage
+    >>> q, k, v = np.zeros((3, 4)), np.ones((2, 4)), np.ones((2, 1))
+    >>> state = lineage.flash1_attention(q, k, v, return_statistics=True)
+    >>> lineage.flash1_attention_backward(np.ones((3, 1)), q, k, v, *state)[2]
+    array([[1.5],
+           [1.5]])
+    """
+    x = _inputs(q, k, v, causal, align, scale)
+    problem, backend = x.problem, _backend(x.problem)
+    do, o, maximum, total = (
+        arrays.as_array(name, a) for name, a in (("do", do), ("o", o), ("maximum", maximum), ("total", total))
+    )
+    for name, a in (("do", do), ("o", o)):
+        problem.require(name, a, _standard_results(problem)[0])
+    for name, a in (("maximum", maximum), ("total", total)):
+        problem.require(name, a, problem.lse)
+    _require_own_inputs(problem)
+    if problem.device >= 0:
+        backend.check_flash1(problem, lineage_tiles.FLASH1_BACKWARD)
+    with arrays.current(problem.device):
+        gradients = _gradients(x)
+        if problem.empty or problem.e == 0:
+            for gradient in gradients:
+                zero(gradient)
+        else:
+            backend.flash1_attention_backward(problem, do, x.q, x.k, x.v, o, maximum, total, *gradients)
+    return gradients
 
 
 # --- common to attention -------------------------------------------------------------------------------------------

@@ -125,6 +125,40 @@ def flash1_attention(problem: Problem, q: Array, k: Array, v: Array, o: Array, m
     o[...] = average
 
 
+def flash1_attention_backward(
+    problem: Problem,
+    do: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    o: Array,
+    maximum: Array,
+    total: Array,
+    dq: Array,
+    dk: Array,
+    dv: Array,
+) -> None:
+    """Fill the gradients from o, m and l: key blocks outside with dk and dv, query blocks inside, which add to dq."""
+    dtype, batch = _accumulate(q), problem.batch
+    sums = {name: np.zeros((*batch, *x.shape[-2:]), dtype) for name, x in (("dq", dq), ("dk", dk), ("dv", dv))}
+    with np.errstate(all="ignore"):
+        for keys in _spans(problem.n, KEY_BLOCK):
+            k_block, v_block = (x[..., keys, :].astype(dtype) for x in (k, v))
+            for rows in _seeing(problem, keys):
+                do_block = do[..., rows, :].astype(dtype)
+                p = _exponentials(_scores(problem, q, k_block, rows, keys), maximum[..., rows])
+                p /= np.where(total[..., rows] == 0, 1, total[..., rows])[..., None]
+                delta = (do_block * o[..., rows, :].astype(dtype)).sum(axis=-1, keepdims=True)
+                ds = p * (do_block @ v_block.swapaxes(-1, -2) - delta)
+                sums["dv"][..., keys, :] += p.swapaxes(-1, -2) @ do_block
+                sums["dk"][..., keys, :] += _matmul(ds.swapaxes(-1, -2), q[..., rows, :], dtype)
+                sums["dq"][..., rows, :] += ds @ k_block
+        sums["dq"] *= dtype(problem.scale)
+        sums["dk"] *= dtype(problem.scale)
+        for gradient, name in ((dq, "dq"), (dk, "dk"), (dv, "dv")):
+            _fill(gradient, sums[name])
+
+
 def _scores(problem: Problem, q: Array, k_block: Array, rows: slice, keys: slice) -> Array:
     """Scores of a tile in the accumulation dtype, over the whole batch, hidden ones -inf."""
     s = _matmul(q[..., rows, :], k_block.swapaxes(-1, -2), k_block.dtype.type) * k_block.dtype.type(problem.scale)

@@ -84,7 +84,7 @@ def standard_attention_backward(
 def check_flash1(problem: Problem, operation: str) -> None:
     """Raise NotImplementedError for a valid problem that FlashAttention-1 does not take here, before it allocates."""
     target, family = kernels_of(problem.device, problem.dtype, operation)
-    most = lineage_tiles.most_features(operation, problem.dtype)
+    most = max(lineage_tiles.head_dims(operation, problem.dtype))
     features = max(problem.d, problem.e)
     if features > most:
         raise NotImplementedError(
@@ -120,7 +120,7 @@ def flash1_attention(problem: Problem, q: Any, k: Any, v: Any, o: Any, maximum: 
     load = memory.load_kind(problem.dtype, layout, ("q", "k", "v"), bits[0] | bits[1] | bits[2])
     vector = memory.load_kind(problem.dtype, layout, ("o",), bits[3]) == "16"
     plain = launch._is_plain(problem)
-    variant = lineage_tiles.flash1(problem.dtype, head_dim, load, plain, target, family)
+    variant = lineage_tiles.flash1(lineage_tiles.FLASH1_FORWARD, problem.dtype, head_dim, load, plain, target, family)
     tile, heads = variant.tile, math.prod(layout.extents)
     blocks = -(-problem.m // tile.block_m)
     # A CTA a head, as in the paper; where these do not fill the device, its rows are divided.
@@ -131,6 +131,43 @@ def flash1_attention(problem: Problem, q: Any, k: Any, v: Any, o: Any, maximum: 
     addresses = {name: x.data.ptr for name, x in named.items()}
     addresses |= {"row_lse": maximum.data.ptr, "delta": total.data.ptr, "dq_accum": state.data.ptr}
     launch._run((plan,), [addresses.get(name, 0) for name in params.TENSORS])
+
+
+def flash1_attention_backward(
+    problem: Problem, do: Any, q: Any, k: Any, v: Any, o: Any, maximum: Any, total: Any, dq: Any, dk: Any, dv: Any
+) -> None:
+    """Enqueue the gradients of FlashAttention-1, from its o, m and l."""
+    import cupy
+
+    operation = lineage_tiles.FLASH1_BACKWARD
+    target, family = kernels_of(problem.device, problem.dtype, operation)
+    head_dim = lineage_tiles.bucket(max(problem.d, problem.e), problem.dtype, operation)
+    assert head_dim is not None  # check_flash1
+    lse = maximum + cupy.log(total)  # -inf in a row without keys
+    named = {"q": q, "k": k, "v": v, "dout": do, "o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    layout = memory.layout_of(problem, {name: x.strides for name, x in named.items()})
+    bits = {name: x.data.ptr & 15 for name, x in named.items()}
+    operands, rows = bits["q"] | bits["k"] | bits["v"] | bits["dout"], bits["o"] | bits["dout"]
+    launch._Bits(operands, rows, 0).check(problem.dtype)
+    load = memory.load_kind(problem.dtype, layout, ("q", "k", "v", "dout"), operands)
+    row_load = memory.load_kind(problem.dtype, layout, ("o", "dout"), rows)
+    vector = memory.load_kind(problem.dtype, layout, ("dk", "dv"), bits["dk"] | bits["dv"]) == "16"
+    variant = lineage_tiles.flash1(operation, problem.dtype, head_dim, load, launch._is_plain(problem), target, family)
+    heads, padded = math.prod(layout.extents), memory.padded_rows(problem.m)
+    row_lse, delta = (cupy.empty(heads * padded, problem.lse.dtype) for _ in range(2))
+    sums = cupy.empty(heads * padded * head_dim, problem.lse.dtype)
+    strides = layout.strides | {"dq_accum": _in_order(layout.extents, padded * head_dim, head_dim)}
+    layout = layout._replace(strides=strides)
+    of_rows = tiles.row_variant(
+        "attention_delta", problem.dtype, "16" if row_load == "16" else "strided", target, family
+    )
+    plan = (
+        launch._launch(problem, of_rows, layout, padded // (of_rows.tile.threads // 8)),
+        launch._launch(problem, variant, layout, store_vector=vector),
+    )
+    addresses = {name: x.data.ptr for name, x in named.items()}
+    addresses |= {"row_lse": row_lse.data.ptr, "delta": delta.data.ptr, "dq_accum": sums.data.ptr}
+    launch._run(plan, [addresses.get(name, 0) for name in params.TENSORS])
 
 
 def _in_order(extents: tuple[int, int, int], count: int, row: int) -> memory.Strides:

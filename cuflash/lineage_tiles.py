@@ -20,10 +20,14 @@ ROWS = Tile(head_dim=16, value_dim=16, block_m=16, block_n=16, stages=1, warps=8
 FLASH1_FORWARD = "flash1_forward"
 """FlashAttention-1: a CTA keeps a tile of keys and values and has the query rows of its head pass by."""
 
+FLASH1_BACKWARD = "flash1_backward"
+"""Its gradients: a CTA keeps a tile of keys and values and their gradients, and has queries pass by."""
+
 HEAD_DIMS = {"16 bits": (64, 128, 256), "float32": (64, 128), "float64": (64, 128)}
 """Tile head dims of `FLASH1_FORWARD` by kind of operand: a warp holds the output of 16 rows in registers."""
 
-_MOST_FEATURES = {FLASH1_FORWARD: {kind: max(dims) for kind, dims in HEAD_DIMS.items()}}
+BACKWARD_HEAD_DIMS = {"16 bits": (64, 128), "float32": (64, 128), "float64": (64,)}
+"""Those of `FLASH1_BACKWARD`: two gradients of 16 keys in the registers of a warp."""
 
 MOST_ROWS = 128
 """Query rows of a tile, at most: 16 a warp."""
@@ -32,14 +36,15 @@ _SHARES = {227: (128, 64), 163: (128, 32), 99: (64, 32), 64: (32, 32)}
 """kB of shared memory, at least -> those for K and V, and those for Q."""
 
 
-def bucket(features: int, dtype: str) -> int | None:
-    """The least tile head dim of at least so many features, None where all are less."""
-    return next((d for d in HEAD_DIMS[tiles.kind(dtype)] if d >= features), None)
+def head_dims(operation: str, dtype: str) -> tuple[int, ...]:
+    """Tile head dims of `FLASH1_FORWARD` or `FLASH1_BACKWARD`, ascending."""
+    dims = HEAD_DIMS if operation == FLASH1_FORWARD else BACKWARD_HEAD_DIMS
+    return dims[tiles.kind(dtype)]
 
 
-def most_features(operation: str, dtype: str) -> int:
-    """The most features that FlashAttention-1 takes on a GPU."""
-    return _MOST_FEATURES[operation][tiles.kind(dtype)]
+def bucket(features: int, dtype: str, operation: str = FLASH1_FORWARD) -> int | None:
+    """The least of `head_dims` that is at least ``features``, None where all are less."""
+    return next((d for d in head_dims(operation, dtype) if d >= features), None)
 
 
 def flash1_forward(dtype: str, head_dim: int, target: str, family: str) -> Tile:
@@ -69,6 +74,15 @@ def flash1_forward(dtype: str, head_dim: int, target: str, family: str) -> Tile:
     return Tile(head_dim, head_dim, block_m, block_n, stages, block_m // 16)
 
 
+def flash1_backward(dtype: str, head_dim: int, target: str, family: str) -> Tile:
+    """The tile of the backward: keys by shared memory, at most 128; so many queries as leave registers for both
+    gradients."""
+    row = head_dim * tiles.ITEMSIZE[dtype]
+    keys_kb = 32 if _smem_limit(target, family) < 99 * 1024 else 64
+    block_n = min(MOST_ROWS, keys_kb * 1024 // (2 * row))
+    return Tile(head_dim, head_dim, 8192 // row, block_n, 1, block_n // 16)
+
+
 def softmax(operation: str, dtype: str, load: str, target: str, family: str) -> Variant:
     """The kernel of `SAFE_SOFTMAX` or `ONLINE_SOFTMAX`; ``load``: 16 where rows are whole vectors, else strided."""
     return Variant(operation, family, target, dtype, dtype, ROWS, (), load, False)
@@ -95,12 +109,13 @@ def _smem_limit(target: str, family: str) -> int:
     return tiles.SMEM_LIMIT["75" if family == "sm75" else target]
 
 
-def flash1(dtype: str, head_dim: int, load: str, plain: bool, target: str, family: str) -> Variant:
-    """The kernel with the tile of `flash1_forward`. ``plain``: the scale can wait until the exponent; only with loads
-    of 16 bytes, so that there are two of each tile and not four."""
-    tile = flash1_forward(dtype, head_dim, target, family)
+def flash1(operation: str, dtype: str, head_dim: int, load: str, plain: bool, target: str, family: str) -> Variant:
+    """The kernel with the tile of `flash1_forward` or `flash1_backward`. ``plain``: the scale can wait until the
+    exponent; only with loads of 16 bytes, so that there are two of each tile and not four."""
+    tile_of = flash1_forward if operation == FLASH1_FORWARD else flash1_backward
+    tile = tile_of(dtype, head_dim, target, family)
     plain = plain and load == "16"
-    return Variant(FLASH1_FORWARD, family, target, dtype, dtype, tile, (), load if plain else "strided", not plain)
+    return Variant(operation, family, target, dtype, dtype, tile, (), load if plain else "strided", not plain)
 
 
 def variants(target: str, family: str) -> list[Variant]:
@@ -111,7 +126,7 @@ def variants(target: str, family: str) -> list[Variant]:
             found.append(softmax(operation, dtype, load, target, family))
         for operation in (ROW_SOFTMAX, ROW_SOFTMAX_BACKWARD):
             found.append(row_softmax(operation, dtype, load, target, family))
-    for dtype in tiles.dtypes(target, family):
-        for head_dim, plain in itertools.product(HEAD_DIMS[tiles.kind(dtype)], (True, False)):
-            found.append(flash1(dtype, head_dim, "16", plain, target, family))
+    for dtype, operation in itertools.product(tiles.dtypes(target, family), (FLASH1_FORWARD, FLASH1_BACKWARD)):
+        for head_dim, plain in itertools.product(head_dims(operation, dtype), (True, False)):
+            found.append(flash1(operation, dtype, head_dim, "16", plain, target, family))
     return found

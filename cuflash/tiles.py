@@ -131,6 +131,7 @@ class Tile:
             "row_softmax": itemsize * self.block_n,
             "row_softmax_backward": 2 * itemsize * self.block_n,
             "flash1_forward": k + v + self.stages * q,
+            "flash1_backward": k + v + scores + q + do + 2 * accumulator * self.block_m,
         }
         return -(-nbytes.get(operation, 0) // 128) * 128  # tiles begin at multiples of 128 bytes
 

@@ -121,7 +121,7 @@ def test_default_tiles_are_those_of_the_kernels():
 def test_tiles_of_flash1_fill_shared_memory(target):
     family = "sm75" if target == "75" else "sm80"
     for dtype in tiles.ITEMSIZE:
-        for d in lineage_tiles.HEAD_DIMS[tiles.kind(dtype)]:
+        for d in lineage_tiles.head_dims(lineage_tiles.FLASH1_FORWARD, dtype):
             tile = lineage_tiles.flash1_forward(dtype, d, target, family)
             used = tiles.ITEMSIZE[dtype] * d * (2 * tile.block_n + tile.stages * tile.block_m)
             assert tiles.SMEM_LIMIT[target] / 2 < used <= tiles.SMEM_LIMIT[target]
