@@ -240,7 +240,7 @@ def _row_softmax(operation: str, x: Any, y: Any, band: tuple[int, int]) -> None:
     packed = params.pack_softmax(
         (x.data.ptr, y.data.ptr, 0, 0), (0, m * n, n, 0, m * n, n, 0, 0, 0, 1, 1, n), (*axes.extents, threads, *band)
     )
-    row_bytes = variant.smem_bytes * n // variant.tile.block_n // 16 * 16 + 16
+    row_bytes = min(variant.smem_bytes, variant.smem_bytes * n // variant.tile.block_n // 16 * 16 + 16)
     run(variant, device, count * m, packed, threads, row_bytes)
 
 
