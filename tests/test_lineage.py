@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import reference
+import sass
 from backends import GPU, HOST, Backend, Layout, Placed, acc_dtype, dtype_of, normal, place, put, same_bits
 from gpu_cases import layouts
 from hypothesis import given, settings
@@ -532,3 +533,6 @@ def test_a_third_of_the_kernels_compiles_and_does_not_spill(
         gradients = 2 if variant.operation == lineage_tiles.FLASH1_BACKWARD else 1
         allowed = 256 if gradients * sums >= 1024 else 0
         assert max(used.spill_bytes, used.stack_bytes) <= allowed, f"{variant}: {used}"
+        if variant.operation.startswith("flash1") and tiles.kind(variant.dtype) == "16 bits":
+            product = "HMMA.1688.F32" if family == "sm75" else "HMMA.16816.F32"
+            assert sass.opcodes(compile.cubin_path(variant)).count(product), f"{variant}: no {product}"

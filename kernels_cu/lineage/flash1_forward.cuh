@@ -12,6 +12,7 @@
 #include "blocks.cuh"
 #include "epilogue.cuh"
 #include "locate.cuh"
+#include "mask.cuh"
 #include "pipeline.cuh"
 #include "product.cuh"
 
@@ -61,12 +62,9 @@ struct RowState {
 
 // Scores of keys from key0 on to what the softmax takes: the scale where it comes first, hidden ones -inf.
 __device__ __forceinline__ void finish_scores(Scores& s, const Params& params, int row0, int key0) {
+  if constexpr (kPrescaled) s.for_each([&](Accumulator& x, int, int, int) { x = apply_terms(params, x, 0).value; });
   const bool whole = key0 + kPartKeys <= params.seqlen_k && key0 + kPartKeys - 1 <= row0 + params.band_hi;
-  s.for_each([&](Accumulator& x, int, int row, int col) {
-    const int key = key0 + col;
-    const Accumulator score = apply_terms(params, x, 0).value;
-    x = whole || (key < params.seqlen_k && key <= row0 + row + params.band_hi) ? score : neg_inf();
-  });
+  if (!whole) mask_by_limits(s, params, row0, key0);
 }
 
 // One warp's rows of a query tile meet a key tile.
