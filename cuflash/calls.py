@@ -253,7 +253,7 @@ def _fill_forward(x: Inputs, o: Any, lse: Any, workspace: Any, found: Any) -> No
     """``found``: what the launcher's check has returned."""
     problem = x.problem
     if problem.empty:
-        _zero(o)
+        zero(o)
         if lse is not None:
             lse.fill(-np.inf)
         return
@@ -276,12 +276,12 @@ def _fill_backward(x: Inputs, up: Upstream, gradients: Sequence[Any], workspace:
     v, do, o, dlse = x.v, up.do, up.o, up.dlse
     if do is None or problem.e == 0:
         # Only lse has a gradient: v gets none, and the rest is the backward pass of attention_lse.
-        _zero(dv)
+        zero(dv)
         problem, v = _lse_only(problem, v)
         do = o = dv = None
     if problem.empty or (do is None and dlse is None):
         for gradient in (dq, dk, dv, dkey_bias):
-            _zero(gradient)
+            zero(gradient)
         return
     if dq is None and dk is None and dv is None and dkey_bias is None:
         return
@@ -310,7 +310,7 @@ def _lse_only(problem: Problem, v: Any) -> tuple[Problem, Any]:
     return without_value(problem), v[..., :0] if problem.device < 0 else None
 
 
-def _zero(x: Any) -> None:
+def zero(x: Any) -> None:
     """Fill with zeros, as bits: CuPy's own operations need not know bfloat16."""
     if x is not None:
         x.view(f"u{x.dtype.itemsize}").fill(0)

@@ -259,8 +259,6 @@ def kernels_digest() -> str:
 
 def source(variant: Variant) -> str:
     """The CUDA source of a variant: its constants, the kernel's file, and the layout that the host packs."""
-    own = f"{variant.operation}_{variant.family}.cu"
-    file = own if (kernels_dir() / own).is_file() else f"{variant.operation}.cu"
     tile = ", ".join(f".{f.name} = {getattr(variant.tile, f.name)}" for f in dataclasses.fields(variant.tile))
     terms = ", ".join(f"k{term} = {_bool(term in variant.scores)}" for term in SCORE_TERMS)
     return f"""\
@@ -279,8 +277,15 @@ inline constexpr bool kTf32 = {_bool(variant.precision == "tf32")};
 inline constexpr bool {terms};
 }}
 #define KERNEL {variant.name}
-#include "{file}"
+#include "{_kernel_file(variant)}"
 {params.static_asserts(variant.dtype, variant.maps)}"""
+
+
+def _kernel_file(variant: Variant) -> str:
+    """The kernel's file, below `kernels_dir`: the family's own where there is one. Those of `lineage` have a folder."""
+    names = (f"{variant.operation}_{variant.family}.cu", f"{variant.operation}.cu")
+    candidates = [f"{folder}{name}" for name in names for folder in ("", "lineage/")]
+    return next((name for name in candidates if (kernels_dir() / name).is_file()), names[-1])
 
 
 def _bool(value: bool) -> str:

@@ -127,6 +127,11 @@ class Tile:
             + accumulator * self.block_m * (3 + self.value_dim)
             + 32
             + 20 * self.warps,
+            # of the lineage
+            "row_softmax": itemsize * self.block_n,
+            "row_softmax_backward": 2 * itemsize * self.block_n,
+            "flash1_forward": k + v + self.stages * q,
+            "flash1_backward": k + v + scores + q + do + 2 * accumulator * self.block_m,
         }
         return -(-nbytes.get(operation, 0) // 128) * 128  # tiles begin at multiples of 128 bytes
 
