@@ -11,6 +11,7 @@
 True
 """
 
+from cuflash import lineage
 from cuflash.api import (
     LseVjp,
     Options,
@@ -24,6 +25,7 @@ from cuflash.api import (
     workspace_nbytes,
 )
 from cuflash.compile import CompileError
+from cuflash.traffic import memory_traffic
 
 __version__ = "0.1.0"
 
@@ -38,5 +40,7 @@ __all__ = [
     "attention_lse_vjp",
     "attention_merge",
     "attention_vjp",
+    "lineage",
+    "memory_traffic",
     "workspace_nbytes",
 ]

@@ -1,4 +1,4 @@
-"""The command line: ``python -m cuflash`` and its commands ``attend``, ``info`` and ``compile``."""
+"""The command line: ``python -m cuflash`` and its commands ``attend``, ``explain``, ``info`` and ``compile``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from cuflash import cli_attend, cli_compile, cli_demo, cli_info
+from cuflash import __version__, cli_attend, cli_compile, cli_demo, cli_explain, cli_info
 
 FAILED, BAD_INPUT = 1, 2
 
@@ -18,9 +18,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Exact attention for NumPy and CuPy arrays. Without a command: compute real attention heads and a "
         "long problem, and check both against float64 (exit status 1 where an error is above its budget).",
     )
+    parser.add_argument("--version", action="version", version=f"cuflash {__version__}")
     cli_demo.add_arguments(parser)
-    commands = parser.add_subparsers(title="commands", metavar="{attend,info,compile}")
+    commands = parser.add_subparsers(title="commands", metavar="{attend,explain,info,compile}")
     cli_attend.add_parser(commands)
+    cli_explain.add_parser(commands)
     cli_info.add_parser(commands)
     cli_compile.add_parser(commands)
     arguments = parser.parse_args(argv)

@@ -6,7 +6,7 @@ Everything that can be known to be wrong is raised here before the first result 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,10 +51,16 @@ class Upstream(NamedTuple):
 
 def inputs(q: Any, k: Any, v: Any, key_bias: Any, has_value: bool, *options: Any) -> Inputs:
     """Take in the arrays of a call; ``options`` are those of ``describe``, in its order."""
-    q = arrays.as_array("q", q)
-    k = arrays.as_array("k", k)
-    v = arrays.as_array("v", v) if has_value else None
-    if key_bias is not None:
+    plain = arrays.plain_kinds()
+    if type(q) not in plain:
+        q = arrays.as_array("q", q)
+    if type(k) not in plain:
+        k = arrays.as_array("k", k)
+    if not has_value:
+        v = None
+    elif type(v) not in plain:
+        v = arrays.as_array("v", v)
+    if key_bias is not None and type(key_bias) not in plain:
         key_bias = arrays.as_array("key_bias", key_bias)
     return Inputs(describe(q, k, v, key_bias, *options), q, k, v, key_bias)
 
@@ -92,14 +98,57 @@ def workspace_nbytes(problem: Problem, operation: str) -> int:
 def forward(x: Inputs, want_o: bool, want_lse: bool, out: Any, workspace: Any) -> tuple[Any, ...]:
     """What is wanted of o and lse; entries of ``out`` are returned themselves."""
     problem = x.problem
-    wanted = (problem.o,) * want_o + (problem.lse,) * want_lse
+    if not arrays.is_current(problem.device):  # rarely: other calls enter no context
+        with arrays.current(problem.device):
+            return forward(x, want_o, want_lse, out, workspace)
     operation = "attention" if want_o else "attention_lse"
     found = launcher().check(problem, operation) if problem.device >= 0 else None
-    results, workspace = _check_out(problem, operation, wanted, out, workspace, (x,))
-    with arrays.current(problem.device):
-        filled = _allocate(problem, wanted, results)
-        _fill_forward(x, filled[0] if want_o else None, filled[-1] if want_lse else None, workspace, found)
-    return tuple(filled) if out is None else _returned(out, filled)
+    o_like, lse_like = problem.o if want_o else None, problem.lse if want_lse else None
+    o = lse = None
+    if out is not None or workspace is not None:
+        wanted = [like for like in (o_like, lse_like) if like is not None]
+        results = _seen_to_be_free(x, wanted, out) if workspace is None else None
+        if results is None:
+            results, workspace = _check_out(problem, operation, wanted, out, workspace, (x,))
+        if results is not None:
+            o, lse = results[0] if want_o else None, results[-1] if want_lse else None
+    xp = arrays.module(problem.device)
+    if o is None and o_like is not None:
+        o = o_like.empty(xp)
+    if lse is None and lse_like is not None:
+        lse = lse_like.empty(xp)
+    _fill_forward(x, o, lse, workspace, found)
+    filled = (o,) * want_o + (lse,) * want_lse
+    return filled if out is None or problem.device >= 0 else _returned(out, filled)
+
+
+def _seen_to_be_free(x: Inputs, wanted: Sequence[Result], out: Any) -> Sequence[Any] | None:
+    """The entries of ``out=`` where all are arrays on the GPU which metadata and addresses alone show to be writable
+    without harm, as they nearly always do. Where not: None, and `_check_out` takes the time to find out and to say what
+    is wrong."""
+    device = x.problem.device
+    results = out if isinstance(out, tuple) else (out,)
+    if device < 0 or len(results) != len(wanted):
+        return None
+    taken = []  # addresses
+    for y, reach in zip((x.q, x.k, x.v, x.key_bias), x.problem.reaches, strict=True):
+        if reach is not None:
+            at = y.data.ptr
+            taken.append((at + reach[0], at + reach[1]))
+    kind = arrays.plain_kinds()[1]
+    for y, like in zip(results, wanted, strict=True):
+        if type(y) is not kind or y.data.device_id != device or y.dtype != like.dtype or y.shape != like.shape:
+            return None
+        reach = arrays.reach_of_distinct(like.shape, y.strides, like.dtype.itemsize)
+        if reach is None:
+            return None
+        at = y.data.ptr
+        begin, end = at + reach[0], at + reach[1]
+        for other_begin, other_end in taken:
+            if begin < other_end and other_begin < end:
+                return None
+        taken.append((begin, end))
+    return results
 
 
 def backward(x: Inputs, up: Upstream, need: Need, out: Any, workspace: Any) -> tuple[Any, ...]:
@@ -204,7 +253,7 @@ def _fill_forward(x: Inputs, o: Any, lse: Any, workspace: Any, found: Any) -> No
     """``found``: what the launcher's check has returned."""
     problem = x.problem
     if problem.empty:
-        _zero(o)
+        zero(o)
         if lse is not None:
             lse.fill(-np.inf)
         return
@@ -214,11 +263,12 @@ def _fill_forward(x: Inputs, o: Any, lse: Any, workspace: Any, found: Any) -> No
             return
         problem, v = _lse_only(problem, v)
         o = None
-    inner = (*_inner_inputs(problem, x, v), problem.split_heads(o, 2), problem.split_heads(lse, 1))
     if problem.device >= 0:
-        launcher().forward(problem, *inner, workspace, found)
+        launcher().forward(problem, x.q, x.k, v, x.key_bias, o, lse, workspace, found)
     else:
-        host.forward(*inner, scale=problem.scale, band=problem.band, softcap=problem.softcap)
+        inner = problem.inner_inputs(x.q, x.k, v, x.key_bias)
+        results = problem.split_heads(o, 2), problem.split_heads(lse, 1)
+        host.forward(*inner, *results, scale=problem.scale, band=problem.band, softcap=problem.softcap)
 
 
 def _fill_backward(x: Inputs, up: Upstream, gradients: Sequence[Any], workspace: Any, found: Any) -> None:
@@ -226,17 +276,17 @@ def _fill_backward(x: Inputs, up: Upstream, gradients: Sequence[Any], workspace:
     v, do, o, dlse = x.v, up.do, up.o, up.dlse
     if do is None or problem.e == 0:
         # Only lse has a gradient: v gets none, and the rest is the backward pass of attention_lse.
-        _zero(dv)
+        zero(dv)
         problem, v = _lse_only(problem, v)
         do = o = dv = None
     if problem.empty or (do is None and dlse is None):
         for gradient in (dq, dk, dv, dkey_bias):
-            _zero(gradient)
+            zero(gradient)
         return
     if dq is None and dk is None and dv is None and dkey_bias is None:
         return
     inner = (
-        *_inner_inputs(problem, x, v),
+        *problem.inner_inputs(x.q, x.k, v, x.key_bias),
         problem.split_heads(do, 2),
         problem.split_heads(o, 2),
         problem.split_heads(up.lse, 1),
@@ -252,18 +302,6 @@ def _fill_backward(x: Inputs, up: Upstream, gradients: Sequence[Any], workspace:
         host.backward(*inner, scale=problem.scale, band=problem.band, softcap=problem.softcap)
 
 
-def _inner_inputs(problem: Problem, x: Inputs, v: Any) -> tuple[Any, Any, Any, Any]:
-    """Inner views of q, k, v and key_bias."""
-    if not problem.grouped:
-        return x.q, x.k, v, x.key_bias
-    return (
-        problem.split_heads(x.q, 2),
-        problem.group_axis(x.k),
-        problem.group_axis(v),
-        problem.split_heads(x.key_bias, 1),
-    )
-
-
 def _lse_only(problem: Problem, v: Any) -> tuple[Problem, Any]:
     """The problem without values, and what stands for v: on the host, which takes the batch from the shapes of the
     inputs, v without its features; else nothing."""
@@ -272,7 +310,7 @@ def _lse_only(problem: Problem, v: Any) -> tuple[Problem, Any]:
     return without_value(problem), v[..., :0] if problem.device < 0 else None
 
 
-def _zero(x: Any) -> None:
+def zero(x: Any) -> None:
     """Fill with zeros, as bits: CuPy's own operations need not know bfloat16."""
     if x is not None:
         x.view(f"u{x.dtype.itemsize}").fill(0)
@@ -311,6 +349,8 @@ def _parts(name: str, xs: Any, least_ndim: int) -> tuple[tuple[Any, ...], Any]:
     stacked = None
     if isinstance(xs, Sequence):
         parts = tuple(arrays.as_array(f"{name}[{index}]", x) for index, x in enumerate(xs))
+    elif isinstance(xs, Iterator):
+        raise TypeError(f"{name} must be a sequence of arrays or one stacked array, got {type(xs).__name__}: list it")
     else:
         stacked = arrays.as_array(name, xs)
         if stacked.ndim <= least_ndim:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from cuflash import cli_info, compile, problem, tiles
+from cuflash import cli_info, compile, lineage_tiles, problem, tiles
 from cuflash.compile import Variant
 
 BAR_WIDTH = 40
@@ -29,6 +29,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--dtype", nargs="+", choices=problem.DTYPES, help="only kernels for these dtypes")
     parser.add_argument("--head-dim", nargs="+", type=int, metavar="D", help="only for these, the larger of d and e")
+    parser.add_argument("--lineage", action="store_true", help="the kernels of cuflash.lineage, in place of the others")
     parser.add_argument("--jobs", type=int, metavar="N", help="processes (default: as many as there are cores)")
     parser.set_defaults(run=run)
 
@@ -37,12 +38,17 @@ def run(arguments: argparse.Namespace) -> int:
     """Compile what was asked for."""
     if arguments.all and (arguments.arch or arguments.dtype or arguments.head_dim):
         raise ValueError("--all stands alone: it has every architecture, dtype and head dim")
+    if arguments.lineage and arguments.head_dim:
+        raise ValueError("--lineage has few head dims: leave --head-dim out")
     if arguments.jobs is not None and arguments.jobs < 1:
         raise ValueError(f"--jobs must be at least 1, got {arguments.jobs}")
     targets = _targets(arguments)
-    variants = [variant for target in targets for variant in _variants(target, arguments.dtype, arguments.head_dim)]
-    for note in _without_attention(variants, targets, arguments.dtype or ()):
-        print(f"note: {note}", file=sys.stderr)
+    if arguments.lineage:
+        variants = [variant for target in targets for variant in _lineage_variants(target, arguments.dtype)]
+    else:
+        variants = [variant for target in targets for variant in _variants(target, arguments.dtype, arguments.head_dim)]
+        for note in _without_attention(variants, targets, arguments.dtype or ()):
+            print(f"note: {note}", file=sys.stderr)
     if not variants:
         raise NotImplementedError("no kernel is built for this choice of --arch, --dtype and --head-dim")
     print(f"{len(variants)} kernels for {', '.join('sm_' + target for target in targets)} -> {compile.cache_dir()}")
@@ -82,6 +88,12 @@ def _variants(target: str, dtypes: list[str] | None, head_dims: list[int] | None
     if head_dims:
         variants = [variant for variant in variants if any(_serves(variant, head_dim) for head_dim in head_dims)]
     return variants
+
+
+def _lineage_variants(target: str, dtypes: list[str] | None) -> list[Variant]:
+    """The kernels of `cuflash.lineage` that a GPU of the target may ask for, in the dtypes."""
+    family = next(family for family in cli_info.families(target) if family != "sm90")
+    return [v for v in lineage_tiles.variants(target, family) if not dtypes or v.dtype in dtypes]
 
 
 def _serves(variant: Variant, head_dim: int) -> bool:

@@ -261,8 +261,6 @@ def kernels_digest() -> str:
 
 def source(variant: Variant) -> str:
     """The CUDA source of a variant: its constants, the kernel's file, and the layout that the host packs."""
-    own = f"{variant.operation}_{variant.family}.cu"
-    file = own if (kernels_dir() / own).is_file() else f"{variant.operation}.cu"
     tile = ", ".join(f".{f.name} = {getattr(variant.tile, f.name)}" for f in dataclasses.fields(variant.tile))
     terms = ", ".join(f"k{term} = {_bool(term in variant.scores)}" for term in SCORE_TERMS)
     return f"""\
@@ -281,8 +279,15 @@ inline constexpr bool kTf32 = {_bool(variant.precision == "tf32")};
 inline constexpr bool {terms};
 }}
 #define KERNEL {variant.name}
-#include "{file}"
+#include "{_kernel_file(variant)}"
 {params.static_asserts(variant.dtype, variant.maps)}"""
+
+
+def _kernel_file(variant: Variant) -> str:
+    """The kernel's file, below `kernels_dir`: the family's own where there is one. Those of `lineage` have a folder."""
+    names = (f"{variant.operation}_{variant.family}.cu", f"{variant.operation}.cu")
+    candidates = [f"{folder}{name}" for name in names for folder in ("", "lineage/")]
+    return next((name for name in candidates if (kernels_dir() / name).is_file()), names[-1])
 
 
 def _bool(value: bool) -> str:
@@ -541,7 +546,8 @@ def _resources(variant: Variant, log: str) -> Resources:
 
 @functools.cache
 def kernel(variant: Variant, device: int) -> Any:
-    """The kernel, loaded on a device and ready to launch: a ``cupy.RawKernel``.
+    """The kernel, loaded on a device and ready to launch: the ``cupy.cuda.Function`` that a ``cupy.RawKernel`` looks up
+    for each launch.
 
     Raises
     ------
@@ -561,8 +567,9 @@ def kernel(variant: Variant, device: int) -> Any:
         function = cupy.RawModule(path=str(cubin_path(variant))).get_function(variant.name)
         if variant.smem_bytes:
             function.max_dynamic_shared_size_bytes = variant.smem_bytes
-        _check_parameters(variant, function.kernel.ptr)
-    return function
+        loaded = function.kernel
+        _check_parameters(variant, loaded.ptr)
+    return loaded
 
 
 def _check_parameters(variant: Variant, function: int) -> None:

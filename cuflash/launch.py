@@ -20,9 +20,13 @@ import numpy as np
 from cuflash import compile, few, hopper, memory, overlap, params, tiles, tma
 from cuflash.problem import Problem
 
+LOG = os.environ.get("CUFLASH_LOG") == "1"
+"""Whether each call says which kernels it takes. Asked once: to ask takes a microsecond."""
 LOG2E = math.log2(math.e)
 _POINTERS = {name: index for index, name in enumerate((*params.TENSORS, *params.SCRATCH))}
 """Where arrays are among the pointers of a call."""
+_ALIGNED = (0,) * 6
+"""Address bits below 16 of the arrays of nearly every forward."""
 _MERGE_PARAMS = np.dtype(f"V{params.MERGE_SIZE}")
 
 
@@ -90,13 +94,13 @@ class _Bits(NamedTuple):
 def check(problem: Problem, operation: str) -> Families:
     """Raise NotImplementedError for a valid problem that no kernel serves, before anything is allocated; the families
     of those that do."""
-    families = _families(problem.device)
-    _check(problem, operation, families.portable)
-    return families
+    return _check(problem, operation, os.environ.get("CUFLASH_FAMILY"))
 
 
 @lru_cache(maxsize=4096)
-def _check(problem: Problem, operation: str, family: str) -> None:
+def _check(problem: Problem, operation: str, asked: str | None) -> Families:
+    families = _families_of(asked or None, problem.device)
+    family = families.portable
     target = _target(problem.device)
     _check_dtype(operation, problem.dtype, target, family)
     if problem.precision not in tiles.precisions(problem.dtype, family):
@@ -113,6 +117,7 @@ def _check(problem: Problem, operation: str, family: str) -> None:
     if problem.m + problem.n > params.MAX_INT - 1024:
         raise NotImplementedError(f"kernels count rows in 32 bits: m + n = {problem.m + problem.n} is too many")
     memory.layout_of(problem, _input_strides(problem))  # batch axes that no kernel can follow
+    return families
 
 
 def _check_dtype(operation: str, dtype: str, target: str, family: str) -> None:
@@ -182,28 +187,36 @@ def _sm90_backward(problem: Problem, families: Families) -> hopper.Backward | No
 
 
 def forward(
-    problem: Problem, q: Any, k: Any, v: Any, key_bias: Any, o: Any, lse: Any, workspace: Any,
-    families: Families | None = None,
+    problem: Problem, q: Any, k: Any, v: Any, key_bias: Any, o: Any, lse: Any, workspace: Any, families: Families,
 ) -> None:  # fmt: skip
-    """Fill o and lse (either may be None) from inner views; ``families`` as of `check`."""
-    arrays = (q, k, v, key_bias, o, lse)
-    pointers = [0 if x is None else x.data.ptr for x in arrays]
-    # The problem knows the strides of the inputs.
+    """Fill o and lse (either may be None) from arrays as the caller shaped them: the problem knows the strides of inner
+    views, which take microseconds to make. ``families`` as of `check`."""
+    pointers = (
+        q.data.ptr,
+        k.data.ptr,
+        0 if v is None else v.data.ptr,
+        0 if key_bias is None else key_bias.data.ptr,
+        0 if o is None else o.data.ptr,
+        0 if lse is None else lse.data.ptr,
+    )
+    together = pointers[0] | pointers[1] | pointers[2] | pointers[3] | pointers[4] | pointers[5]
+    bits = tuple([pointer & 15 for pointer in pointers]) if together & 15 else _ALIGNED
     o_strides, lse_strides = None if o is None else o.strides, None if lse is None else lse.strides
-    bits = tuple([pointer & 15 for pointer in pointers])
-    launches, needs = _plan_forward(problem, families or _families(problem.device), o_strides, lse_strides, bits)
+    launches, needs = _plan_forward(problem, families, o_strides, lse_strides, bits)
     if needs is None:
         _run(launches, pointers)
         return
-    _held, zeros, nbytes = _provide(needs, problem.device, arrays, pointers, workspace)
-    _run(launches, pointers, zeros, nbytes)
+    inputs = problem.inner_inputs(q, k, v, key_bias) if needs.copies else ()
+    every_pointer = [*pointers]
+    _held, zeros, nbytes = _provide(needs, problem.device, inputs, every_pointer, workspace)
+    _run(launches, every_pointer, zeros, nbytes)
 
 
 def _provide(
-    needs: _Needs, device: int, arrays: Sequence[Any], pointers: list[int], workspace: Any
+    needs: _Needs, device: int, inputs: Sequence[Any], pointers: list[int], workspace: Any
 ) -> tuple[Any, int, int]:
     """Bring what a call needs, and add it to its pointers: what is to be held until the launch, and where how many
-    bytes are to be set to zero before it."""
+    bytes are to be set to zero before it. ``inputs``: inner views of those that may be copied."""
     pointers += [0] * (len(params.TENSORS) + len(params.SCRATCH) - len(pointers))
     counters, claims = _counters(device, needs.counts) if needs.counts else (None, 0)
     own_counts = needs.counts if counters is None else 0
@@ -212,7 +225,7 @@ def _provide(
         for index, offset in needs.parts:
             pointers[index] = start + offset
         for index, batch in needs.copies:
-            _copy(arrays[index], batch, workspace, pointers[index])
+            _copy(inputs[index], batch, workspace, pointers[index])
         if own_counts:
             claims = start + needs.counts_at
     for index, offset in needs.counters:
@@ -222,7 +235,7 @@ def _provide(
 
 def backward(
     problem: Problem, q: Any, k: Any, v: Any, key_bias: Any, do: Any, o: Any, lse: Any, dlse: Any,
-    dq: Any, dk: Any, dv: Any, dkey_bias: Any, workspace: Any, families: Families | None = None,
+    dq: Any, dk: Any, dv: Any, dkey_bias: Any, workspace: Any, families: Families,
 ) -> None:  # fmt: skip
     """Fill those of dq, dk, dv and dkey_bias that are not None from inner views; ``families`` as of `check`."""
     inputs, strides = _describe((q, k, v, key_bias, o, lse, do, dlse))
@@ -230,10 +243,10 @@ def backward(
     tiles_in, rows_in = inputs[0] | inputs[1] | inputs[2] | inputs[6], inputs[4] | inputs[6]
     vectors = inputs[3] | inputs[5] | inputs[7] | results[3]
     bits = (_Bits(tiles_in & 15, rows_in & 15, vectors & 15), *(x & 15 for x in results[:3]))
-    families = families or _families(problem.device)
     sm90 = _sm90_backward(problem, families)
     if sm90 and (sm90_plan := _plan_backward_sm90(problem, sm90, strides + result_strides, *bits)):
         launches, needs = sm90_plan
+        assert needs is not None
         pointers = [*inputs, 0, 0, *results]
         _held, zeros, nbytes = _provide(needs, problem.device, (), pointers, workspace)
         _run(launches, pointers, zeros, nbytes)
@@ -326,28 +339,31 @@ def _describe(arrays: Sequence[Any]) -> tuple[list[int], tuple[memory.Strides | 
 
 
 @lru_cache(maxsize=1024)
+def _addressed(plan: tuple[_Launch, ...], pointers: tuple[int, ...]) -> tuple[tuple[_Launch, tuple[Any]], ...]:
+    """The launches of a plan and what their kernels take, those of late kept: calls tend to find memory where others
+    before them had it."""
+    return tuple([(launch, _arguments(launch, pointers)) for launch in plan])
+
+
 def _arguments(launch: _Launch, pointers: tuple[int, ...]) -> tuple[Any]:
-    """What a kernel takes, those of late kept: calls tend to find memory where others before them had it."""
     maps = b"".join([encode(pointers[tensor] + offset) for tensor, offset, _, encode in launch.maps])
     return (np.frombuffer(maps + params.pack(pointers, launch.tail), launch.packed)[0],)
 
 
-def _run(plan: Sequence[_Launch], pointers: Sequence[int], zeros: int = 0, nbytes: int = 0) -> None:
+def _run(plan: tuple[_Launch, ...], pointers: Sequence[int], zeros: int = 0, nbytes: int = 0) -> None:
     """Enqueue the kernels, and before them zeros for so many bytes from an address on."""
-    addresses = tuple(pointers)
-    arguments = [_arguments(launch, addresses) for launch in plan]  # first: the driver may refuse a tensor map
+    launches = _addressed(plan, tuple(pointers))  # first: the driver may refuse a tensor map
     if nbytes:
         import cupy
 
         cupy.cuda.runtime.memsetAsync(zeros, 0, nbytes, cupy.cuda.get_current_stream().ptr)
-    log = os.environ.get("CUFLASH_LOG") == "1"
-    for launch, taken in zip(plan, arguments, strict=True):
-        if log:
+    for launch, taken in launches:
+        if LOG:
             print(f"cuflash: {launch.variant}, grid {launch.grid[0]}", file=sys.stderr)
         if launch.overlaps:
             overlap.launch(launch.kernel, launch.grid[0], launch.block[0], taken[0], launch.smem_bytes)
         else:
-            launch.kernel(launch.grid, launch.block, taken, shared_mem=launch.smem_bytes)
+            launch.kernel(launch.grid, launch.block, taken, launch.smem_bytes)
 
 
 # Plans
@@ -361,11 +377,16 @@ def _plan_forward(
     lse_strides: memory.Strides | None,
     bits: tuple[int, ...],
 ) -> _Plan:
-    """``bits``: of the addresses of q, k, v, key_bias, o and lse those below 16."""
+    """``o_strides`` and ``lse_strides``: of the arrays as the caller shaped them; ``bits``: of the addresses of q, k,
+    v, key_bias, o and lse those below 16."""
     q, k, v, key_bias, o, lse = bits
     alike = _Bits(q | k | v, o, key_bias | lse)
     alike.check(problem.dtype)
-    results = {"o": o_strides, "lse": lse_strides}
+    results = {
+        like.name: problem.inner_strides(like, strides)
+        for like, strides in ((problem.o, o_strides), (problem.lse, lse_strides))
+        if like is not None and strides is not None
+    }
     sm90 = _sm90(problem, families)
     if sm90 and (plan := _plan_sm90(problem, sm90, results, alike, key_bias)):
         return plan
@@ -383,7 +404,7 @@ def _plan_forward(
 def _plan_sm90(
     problem: Problem,
     sm90: hopper.Forward,
-    results: Mapping[str, memory.Strides | None],
+    results: Mapping[str, memory.Strides],
     bits: _Bits,
     key_bias_bits: int,
 ) -> _Plan | None:
@@ -482,7 +503,7 @@ def _plan_backward(
     for gradient in gradient_bits:
         _Bits(gradient, 0, 0).check(problem.dtype)
     fused = _fused_tile(problem, family)
-    sums = fused and memory.fused_sums(problem.m, fused)
+    sums = None if fused is None else memory.fused_sums(problem.m, fused)
     layout = memory.layout_of(problem, dict(zip(_BACKWARD_TENSORS, strides, strict=True)), sums)
     load = memory.load_kind(problem.dtype, layout, ("q", "k", "v", "dout"), bits.loads)
     gradients = [pair for pair in zip(("dq", "dk", "dv"), gradient_bits, strict=True) if pair[0] in layout.strides]

@@ -10,7 +10,7 @@ import numpy as np
 
 
 def launch(kernel: Any, grid: int, block: int, argument: np.void, smem_bytes: int) -> None:
-    """Enqueue a ``cupy.RawKernel`` of one parameter in the current stream.
+    """Enqueue a ``cupy.cuda.Function`` of one parameter in the current stream.
 
     Raises
     ------
@@ -23,9 +23,9 @@ def launch(kernel: Any, grid: int, block: int, argument: np.void, smem_bytes: in
     values = np.frombuffer(argument, np.uint8)
     pointers = np.array([values.ctypes.data], np.uint64)
     config = _config(grid, block, smem_bytes, cupy.cuda.get_current_stream().ptr)
-    [status] = driver.cuLaunchKernelEx(config, kernel.kernel.ptr, pointers.ctypes.data, 0)
+    [status] = driver.cuLaunchKernelEx(config, kernel.ptr, pointers.ctypes.data, 0)
     if int(status) != 0:
-        raise RuntimeError(f"the driver refuses to launch {kernel.name}: {status.name}")
+        raise RuntimeError(f"the driver refuses a launch of {grid} CTAs: {status.name}")
 
 
 @lru_cache(maxsize=1024)

@@ -55,6 +55,10 @@ _MERGE_PART = struct.Struct(f"<2Q{2 * STRIDES_PER_TENSOR}q")
 _MERGE_TAIL = struct.Struct(f"<2Q{2 + 2 * STRIDES_PER_TENSOR}q7i")
 MERGE_SIZE = (MERGE_PARTS * _MERGE_PART.size + _MERGE_TAIL.size + 7) // 8 * 8
 
+SOFTMAX_OPERATIONS = ("safe_softmax", "online_softmax", "row_softmax", "row_softmax_backward")
+"""Kernels on rows of an array that is no operand of attention: ``SoftmaxParams`` of lineage/rows.cuh."""
+_SOFTMAX = struct.Struct("<4Q12q6i")
+
 
 def planes(dtype: str, precision: str | None = None) -> int:
     """How many 16-bit planes kernels of sm_90 take an operand in, as planes.cuh has it: 24 bits of a float in three."""
@@ -71,6 +75,8 @@ def size(operation: str, dtype: str, maps: int = 0) -> int:
     maps."""
     if operation == "attention_merge":
         return MERGE_SIZE
+    if operation in SOFTMAX_OPERATIONS:
+        return _SOFTMAX.size
     own = (_POINTERS.size + _TAILS[_scalar(dtype)].size + 7) // 8 * 8
     return (maps * TENSOR_MAP_BYTES + own + 63) // 64 * 64 if maps else own
 
@@ -106,6 +112,12 @@ def pack_merge(
     o, lse, o_strides, lse_strides = outputs
     tail = _MERGE_TAIL.pack(o, lse, *part_strides, *o_strides, *lse_strides, *ints)
     return (packed.ljust(MERGE_PARTS * _MERGE_PART.size, b"\0") + tail).ljust(MERGE_SIZE, b"\0")
+
+
+def pack_softmax(pointers: Sequence[int], steps: Sequence[int], ints: Sequence[int]) -> bytes:
+    """The softmax kernels' struct: addresses of x, y, row_max and row_sum, 0 where absent; the three batch strides of
+    x, y and the statistics, the steps along a row of x and y, its length; extents, lanes, band."""
+    return _SOFTMAX.pack(*pointers, *steps, *ints)
 
 
 def static_asserts(dtype: str, maps: int = 0) -> str:

@@ -110,6 +110,32 @@ class Problem:
         """Inner view of an array with k's heads (k, v and their gradients)."""
         return x if x is None or not self.grouped else x[..., None, :, :]
 
+    def inner_inputs(self, q: Any, k: Any, v: Any, key_bias: Any) -> tuple[Any, Any, Any, Any]:
+        """Inner views of the inputs."""
+        if not self.grouped:
+            return q, k, v, key_bias
+        return self.split_heads(q, 2), self.group_axis(k), self.group_axis(v), self.split_heads(key_bias, 1)
+
+    def inner_strides(self, like: Result, strides: Shape) -> Shape:
+        """Strides of the inner view of an array that is ``like`` o or lse and has these."""
+        return _inner(like.name, like.shape, strides, self.heads if self.grouped else None)[1]
+
+    @functools.cached_property
+    def reaches(self) -> tuple[tuple[int, int] | None, ...]:
+        """``arrays.reach`` of q, k, v and key_bias, None where one is absent."""
+        m, n, d, e = self.m, self.n, self.d, self.e
+        operand, vector = self.dq.dtype.itemsize, self.lse.dtype.itemsize
+        described = (
+            (self.q_batch, (m, d), self.q_strides, operand),
+            (self.k_batch, (n, d), self.k_strides, operand),
+            (self.v_batch, (n, e), self.v_strides, operand),
+            (self.bias_batch, (n,), self.bias_strides, vector),
+        )
+        return tuple(
+            None if batch is None or strides is None else arrays.reach(batch + tail, strides, itemsize)
+            for batch, tail, strides, itemsize in described
+        )
+
     def require(self, name: str, x: Any, like: Result) -> None:
         """Raise unless the plain array ``x`` is where the problem is and is like ``like``."""
         require(name, x, like, {"q": self.device})
@@ -200,12 +226,15 @@ def describe(
 
 
 def _meta(x: Any) -> tuple[int, np.dtype[Any], Shape, Shape]:
-    return arrays.device_of(x), x.dtype, x.shape, x.strides
+    # A plain tuple, and no call of ``arrays.device_of``: this is done for each array of each call.
+    return -1 if type(x) is np.ndarray else x.data.device_id, x.dtype, x.shape, x.strides
 
 
 def flag(name: str, x: Any) -> bool:
     """A bool or NumPy bool as bool."""
-    if isinstance(x, (bool, np.bool_)):
+    if type(x) is bool:
+        return x
+    if isinstance(x, np.bool_):
         return bool(x)
     raise TypeError(f"{name} must be a bool, got {type(x).__name__} {x!r}")
 
@@ -257,7 +286,8 @@ def _describe(q: Any, k: Any, v: Any, key_bias: Any, options: Any) -> Problem:
     batch, inner_batch = _batches(given, heads, option.grouped_heads)
     _check_values(option, dtype, lse_dtype, m, n)
 
-    inner = {name: _inner(name, x, heads if option.grouped_heads else None) for name, x in given.items()}
+    split = heads if option.grouped_heads else None
+    inner = {name: _inner(name, x.shape, x.strides, split) for name, x in given.items()}
     shapes, strides = ({name: x[part] for name, x in inner.items()} for part in (0, 1))
     window = None if option.left is None and option.right is None else (option.left, option.right)
     gradients = {name: arrays.result(f"d{name}", native, x.shape, x) for name, x in given.items()}
@@ -434,18 +464,18 @@ def _split(length: int, heads: tuple[int, int]) -> tuple[int, int]:
     return (1, 1) if length == 1 else heads
 
 
-def _inner(name: str, x: _Meta, heads: tuple[int, int] | None) -> tuple[Shape, Shape]:
+def _inner(name: str, shape: Shape, strides: Shape, heads: tuple[int, int] | None) -> tuple[Shape, Shape]:
     """Shape and strides of the view that ``split_heads`` or ``group_axis`` gives; heads None: not grouped."""
-    at = len(x.shape) - (2 if name == "key_bias" else 3)
+    at = len(shape) - (2 if name in ("key_bias", "lse") else 3)
     if heads is None or at < 0:
-        return x.shape, x.strides
-    stride = x.strides[at]
+        return shape, strides
+    stride = strides[at]
     if name in ("k", "v"):
-        lengths, steps = (x.shape[at], 1), (stride, 0)
+        lengths, steps = (shape[at], 1), (stride, 0)
     else:
-        lengths = _split(x.shape[at], heads)
+        lengths = _split(shape[at], heads)
         steps = (stride * lengths[1], stride)
-    return x.shape[:at] + lengths + x.shape[at + 1 :], x.strides[:at] + steps + x.strides[at + 1 :]
+    return shape[:at] + lengths + shape[at + 1 :], strides[:at] + steps + strides[at + 1 :]
 
 
 def _check_values(option: Options, dtype: str, lse_dtype: np.dtype[Any], m: int, n: int) -> None:

@@ -127,6 +127,11 @@ class Tile:
             + accumulator * self.block_m * (3 + self.value_dim)
             + 32
             + 20 * self.warps,
+            # of the lineage
+            "row_softmax": itemsize * self.block_n,
+            "row_softmax_backward": 2 * itemsize * self.block_n,
+            "flash1_forward": k + v + self.stages * q,
+            "flash1_backward": k + v + scores + q + do + 2 * accumulator * self.block_m,
         }
         return -(-nbytes.get(operation, 0) // 128) * 128  # tiles begin at multiples of 128 bytes
 
@@ -478,17 +483,15 @@ PRECISE: dict[tuple[str | None, str], dict[int, dict[int, Tile]]] = {
 """Rows of a precision in place of its dtype's, for variants without score terms, by class of shared memory."""
 
 SPILLS = {
-    # In the producer, which has 40 registers (32 or 56 beside three consumers): coordinates, read again once a block,
-    # and what it has at hand while it works out the next tile; most of it with key_bias. Of wide tiles with a softcap
-    # the consumers spill, too: what they have between blocks.
-    **{("16 bits", "attention_forward_sm90", d): 128 for d in (64, 96, 128)},
-    **{("16 bits", "attention_forward_sm90", d): 464 for d in (192, 256)},  # with softcap in all; 40 without
-    **{("float32", "attention_forward_sm90", d): 288 for d in (64, 128)},  # 24 by 13.0
+    # In the producer, which has 40 registers: coordinates, read again once a block, and what it has at hand while it
+    # works out the next tile. In 16 bits with key_bias alone.
+    **{("16 bits", "attention_forward_sm90", d): 40 for d in (64, 96, 192, 256)},
+    ("float32", "attention_forward_sm90", 128): 128,
     ("16 bits", FUSED, 64): 64,  # in order 1.14 of FlashAttention-2; 1.04 with the next best row
     ("16 bits", FUSED, 128): 64,  # 1.23 against 1.08
     ("16 bits", FUSED, 256): 64,  # 0.97; 0.84 with one stage, which spilled as much
-    # In the producer's warpgroup, which has 24 registers: what it has at hand while it works out the next block of keys,
-    # and the consumers' between two of them; nothing in a step.
+    # In the producer's warpgroup, which has 24 registers: what it has at hand while it works out the next block of
+    # keys, and the consumers' between two of them; nothing in a step.
     **{("16 bits", f"{FUSED}_sm90", d): 400 for d in (64, 96, 128)},
     ("float64", "attention_forward", 8): 96,  # addresses, once a block, on sm_100 and sm_120
     # By NVRTC 13.5 alone, and some targets.

@@ -47,12 +47,12 @@ constexpr int kSecondScored = 2 * kConsumers + 1, kFirstStored = kSecondScored +
 constexpr bool kTakeTurns = kOverlaps && kPlanes == 1;
 // Blocks without a mask bet that no reference moves, where the registers hold scores beside p.
 constexpr bool kBets = kOverlaps && kPlanes == 1 && (kConsumers == 2 || kTile.block_n <= 96);
-// A softcap's are on raw scores, where they are within one of so many series. With wide values and beside key_bias the
-// second would spill: beyond the first, bets there are on scores that have been formed.
-constexpr int kSeries = !kBets || !kSoftcap ? 0 : kTile.value_dim > 128 || kKeyBias ? 1 : 2;
-// Pairs of p that a bet forms under the last output, half of them. No gain where that output is there at once, of few
-// features, or weights are in the registers.
-constexpr int kEarly = kSeries == 2 || (!kSoftcap && !kKeyBias && kTile.value_dim > 64) ? kTile.block_n / 8 : 0;
+// A softcap with wide values or key_bias takes all registers: descriptors of Q are then made for each block, and scores
+// are formed part by part.
+constexpr bool kTight = kBets && kSoftcap && (kTile.value_dim > 128 || kKeyBias);
+// Pairs of p that a bet forms under the last output, half of them. Without a softcap there is no gain where that output
+// is there at once, of few features, or weights are in the registers.
+constexpr int kEarly = kSoftcap || (!kKeyBias && kTile.value_dim > 64) ? kTile.block_n / 8 : 0;
 // One piece of code for blocks with and without a mask: two make warpgroups of 160 registers spill.
 constexpr bool kOneLoop = kConsumers == 3;
 // The scale is part of the terms, not of the exponent, where key_bias is: of softcap alone the cap is there.
@@ -338,7 +338,9 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
   Scores s;
   Tangent tangent(params);
   const auto issue_scores = [&] {
-    issue_nt<kTile.head_dim>(s, smem.q[q.stage], kSplitQ ? 0 : group_row0, smem.k[k.stage]);
+    int stage = q.stage;
+    if constexpr (kTight) asm volatile("" : "+r"(stage));  // or they are made once, and held
+    issue_nt<kTile.head_dim>(s, smem.q[stage], kSplitQ ? 0 : group_row0, smem.k[k.stage]);
   };
   const auto wait_for_bias = [&] {
     if (kKeyBias && params.key_bias != nullptr) mbarrier_wait(smem.bias_barriers[bias.stage].full, bias.parity);
@@ -422,7 +424,7 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
       }
     };
     const auto add_terms = [&] {
-      if constexpr (kSoftcap) tangent.apply<kBets>(s);
+      if constexpr (kSoftcap) tangent.apply<kBets, kTight ? 16 : kTile.block_n>(s);
       if constexpr (kKeyBias) smem.key_bias[bias.stage].add(s, kSoftcap ? params.softcap : params.scale);
     };
     const auto scores_to_p = [&](bool masked) {
@@ -457,9 +459,8 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
         if constexpr (kEarly > 0) finish();
       };
       const auto bet = [&](auto exponent, auto has_lost) {
-        return softmax.bet<kEarly, (kSeries > 1)>(
-            s, exponent, has_lost, finish_within,
-            [&](int number, float left, float right) { p.set(number, left, right); });
+        return softmax.bet<kEarly, kSoftcap>(s, exponent, has_lost, finish_within,
+                                             [&](int number, float left, float right) { p.set(number, left, right); });
       };
       const auto never = [] { return false; };
       const auto of_formed = [&](float x, float minus_mc, int) { return fma(x, softmax.c, minus_mc); };
@@ -472,34 +473,25 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
         };
         return bet(of_capped, [&] { return exponents.lost(); });
       };
-      // Raw scores: those that terms have not been added to.
-      const auto bet_raw = [&](int series) {
+      // On raw scores: those that terms have not been added to.
+      const auto bet_raw = [&] {
         if constexpr (!kSoftcap && !kKeyBias) {
           return bet(of_formed, never);
         } else if constexpr (!kSoftcap) {
           return bet(of_biased, never);
         } else {
-          if constexpr (kSeries > 1) {
-            if (series > 0) return bet_capped(Tangent::Exponents<HighSeries>(tangent));
-          }
+          if (tangent.series() > 0) return bet_capped(Tangent::Exponents<HighSeries>(tangent));
           return bet_capped(low_series);
         }
       };
-      const int series = kSoftcap ? tangent.series() : 0;
-      const bool bets_raw = bets && (!kSoftcap || series < kSeries);
       bool won = false, moved = false;
-      if (bets_raw) {
-        won = bet_raw(series);
+      if (bets && (!kSoftcap || tangent.has_series())) {
+        won = bet_raw();
       } else if (!finishes_last) {
         finish_within();
       }
-      if constexpr (kSoftcap || kKeyBias) {
-        if (!won) add_terms();
-        if constexpr (kSeries == 1) {
-          if (bets && !bets_raw) won = bet(of_formed, never);
-        }
-      }
       if (!won) {
+        add_terms();
         moved = scores_to_p(masked);
         if (finishes_last) finish();
         if constexpr (kHasValue) p.from(s);

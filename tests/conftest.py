@@ -7,6 +7,7 @@ and their records are joined by ``python tests/recording.py join``.
 from __future__ import annotations
 
 import functools
+import os
 import secrets
 import time
 from pathlib import Path
@@ -44,7 +45,9 @@ def _part(config: pytest.Config) -> tuple[int, int]:
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[EXAMPLES] = [0]
     config.stash[STARTED] = time.monotonic()
-    _part(config)  # or an error, before anything is collected
+    if _part(config)[1] > 1:  # or an error, before anything is collected
+        # Before NumPy is loaded: threads of OpenBLAS that share cores with those of other parts wait for each other.
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     if config.getoption("--record") is not None:
         if recording.gpu_missing():
             raise pytest.UsageError(f"--record needs a GPU: {recording.gpu_missing()}")

@@ -21,9 +21,11 @@ MOST_FEATURES = 256
 
 
 class ndarray:  # the name is CuPy's
-    """Metadata and views of an array on a pretended device."""
+    """Metadata and views of an array on a pretended device; of a shape and a dtype an allocation, as in CuPy."""
 
-    def __init__(self, memory: np.ndarray, device: int = 0) -> None:
+    def __init__(self, memory: np.ndarray | tuple[int, ...], device: int | np.dtype = 0) -> None:
+        if isinstance(memory, tuple):
+            memory, device = _allocated(memory, device), Device.current
         self.memory, self.device_id = memory, device
 
     shape = property(lambda self: self.memory.shape)
@@ -79,11 +81,15 @@ class cuda:  # the name is CuPy's
     runtime = runtime
 
 
-def empty(shape: tuple[int, ...], dtype: Any) -> ndarray:
-    """An allocation on the current device, filled with ones bits: NaN, unless something is written."""
+def _allocated(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Memory filled with ones bits: NaN, unless something is written."""
     memory = np.empty(shape, dtype)
     memory.view(np.uint8 if memory.ndim else f"u{memory.itemsize}").fill(255)
-    return ndarray(memory, Device.current)
+    return memory
+
+
+def empty(shape: tuple[int, ...] | int, dtype: Any) -> ndarray:
+    return ndarray(_allocated(shape, dtype), Device.current)
 
 
 def zeros(shape: tuple[int, ...] | int, dtype: Any) -> ndarray:
@@ -146,14 +152,19 @@ class Launcher:
         return {"attention": 16, "attention_lse": 32, "attention_backward": 64}[operation]
 
     def forward(self, problem: Problem, *args: Any) -> None:
-        *inner, workspace, _ = args
-        self._enter("forward", problem, inner, workspace)
-        q, k, v, key_bias, o, lse = inner
-        self._check_inner(problem, {"q": q, "k": k, "v": v, "key_bias": key_bias})
+        *given, workspace, _ = args
+        self._enter("forward", problem, given, workspace)
+        q, k, v, key_bias, o, lse = given
+        inner = dict(zip(("q", "k", "v", "key_bias"), problem.inner_inputs(q, k, v, key_bias), strict=True))
+        self._check_inner(problem, inner)
         assert (v is None) == (o is None) == (not problem.has_value)
         assert o is not None or lse is not None
-        inner[2] = _batched(problem, v)
-        host.forward(*map(memory, inner), scale=problem.scale, band=problem.band, softcap=problem.softcap)
+        inner["v"] = _batched(problem, inner["v"])
+        results = problem.split_heads(o, 2), problem.split_heads(lse, 1)
+        for like, given_result, result in zip((problem.o, problem.lse), (o, lse), results, strict=True):
+            assert result is None or _same_steps(result, problem.inner_strides(like, given_result.strides))
+        arrays = map(memory, (*inner.values(), *results))
+        host.forward(*arrays, scale=problem.scale, band=problem.band, softcap=problem.softcap)
 
     def backward(self, problem: Problem, *args: Any) -> None:
         *inner, workspace, _ = args
@@ -186,7 +197,12 @@ class Launcher:
             if x is not None:
                 assert x.shape[: len(batch)] == batch
                 assert np.broadcast_shapes(batch, problem.inner_batch) == problem.inner_batch
-                assert all(s == t for s, t, length in zip(x.strides, steps, x.shape, strict=True) if length > 1), name
+                assert _same_steps(x, steps), name
+
+
+def _same_steps(x: ndarray, strides: tuple[int, ...]) -> bool:
+    """Whether an array has these strides, where there is something to step along."""
+    return all(s == t for s, t, length in zip(x.strides, strides, x.shape, strict=True) if length > 1)
 
 
 def _batched(problem: Problem, v: ndarray | None) -> ndarray:

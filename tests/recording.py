@@ -18,7 +18,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "tests" / "records"
-HOST_SOURCES = ("launch", "hopper", "memory", "compile", "params", "tma", "tiles")
+HOST_SOURCES = (
+    "launch",
+    "overlap",
+    "hopper",
+    "few",
+    "memory",
+    "compile",
+    "params",
+    "tma",
+    "tiles",
+    "lineage_launch",
+    "lineage_tiles",
+)
 """Modules of cuflash that decide what runs on a GPU; those that exist count."""
 
 

@@ -108,7 +108,8 @@ def test_signatures_of_the_rest() -> None:
     assert str(inspect.signature(cuflash.attention_merge)).startswith("(os: ")
     assert list(inspect.signature(cuflash.attention_merge).parameters) == ["os", "lses", "out"]
     assert set(typing.get_type_hints(cuflash.Options)) == set(OPTS)
-    assert set(cuflash.__all__) == {*SIGNATURES, "attention_merge", "CompileError", "Options", "Vjp", "LseVjp"}
+    others = {"attention_merge", "lineage", "memory_traffic", "CompileError", "Options", "Vjp", "LseVjp"}
+    assert set(cuflash.__all__) == {*SIGNATURES, *others}
 
 
 @pytest.mark.parametrize("function", [cuflash.attention, cuflash.attention_vjp])

@@ -15,7 +15,7 @@ from cuflash import cli_compile, compile
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 MODULES = ["cuflash", *(f"cuflash.{module.name}" for module in pkgutil.iter_modules(cuflash.__path__))]
-PUBLIC = [name for name in cuflash.__all__ if name.startswith(("attention", "workspace"))]
+PUBLIC = [name for name in cuflash.__all__ if name.islower() and name != "lineage"]
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -26,6 +26,12 @@ def test_the_examples_of_a_module(module):
 @pytest.mark.parametrize("name", PUBLIC)
 def test_every_public_function_has_an_example(name):
     function = getattr(cuflash, name)
+    assert any(test.examples for test in doctest.DocTestFinder(recurse=False).find(function, name))
+
+
+@pytest.mark.parametrize("name", cuflash.lineage.__all__)
+def test_every_function_of_the_lineage_has_an_example(name):
+    function = getattr(cuflash.lineage, name)
     assert any(test.examples for test in doctest.DocTestFinder(recurse=False).find(function, name))
 
 

@@ -291,6 +291,7 @@ OTHERS: list[tuple[str, Any, type[Exception], tuple[str, ...]]] = [
         ValueError,
         ("os[0]", "2 axes", "(6,)"),
     ),
+    ("merge of a generator", lambda: cuflash.attention_merge(iter([O]), [LSE]), TypeError, ("os must be a sequence",)),
     ("merge of lists", lambda: cuflash.attention_merge([[1.0]], [LSE]), TypeError, ("os[0] must be", "list")),
     ("merge, uneven", lambda: cuflash.attention_merge([O, O], [LSE]), ValueError, ("os has 2", "lses has 1")),
     (

@@ -434,7 +434,7 @@ def test_merge(drawn: dict[str, Any]) -> None:
 
 
 def test_the_family_is_the_one_asked_for(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUFLASH_LOG", "1")
+    monkeypatch.setattr(cuflash.calls.launcher(), "LOG", True)
     x = [normal(np.random.default_rng(0), (2, 33, 64), "float16") for _ in range(3)]
     results = []
     for name in ("sm80", "sm75", "sm80"):
@@ -709,7 +709,7 @@ def test_any_number_of_parts(dtype: str, m: int, processors: int) -> None:
         (300, 2100, {}, True),
         (1300, 1300, {"causal": True}, False),
         (900, 1501, {"causal": True, "align": "bottom-right"}, True),
-        (1130, 2500, {"window": (300, 17), "align": 900}, False),
+        (430, 2500, {"window": (300, 17), "align": 900}, False),
         (600, 1100, {"window": (0, 5), "align": -200}, True),  # rows without a key
         (300, 1025, {"scale": -0.7}, True),
         (200, 1023, {"scale": 40.0}, False),

@@ -30,18 +30,25 @@ ALLOWED = {
     "launch": {"arrays", "compile", "few", "hopper", "memory", "overlap", "params", "problem", "tiles", "tma"},
     "calls": {"arrays", "host", "launch", "problem"},
     "api": {"arrays", "calls", "problem"},
+    "lineage_tiles": {"compile", "tiles"},
+    "lineage_host": {"problem"},
+    "lineage_launch": {"compile", "launch", "lineage_tiles", "memory", "params", "problem", "tiles"},
+    "lineage": {"api", "arrays", "calls", "lineage_host", "lineage_launch", "lineage_tiles", "problem"},
+    "traffic": {"lineage_tiles", "problem", "tiles"},
+    "ceilings": set(),
     "cli_dense": set(),
     "cli_info": {"arrays", "compile", "tiles"},
-    "cli_compile": {"cli_info", "compile", "problem", "tiles"},
+    "cli_compile": {"cli_info", "compile", "lineage_tiles", "problem", "tiles"},
     "cli_attend": {"arrays", "cli_info", "problem"},
     "cli_demo": {"arrays", "cli_dense", "cli_info", "host", "score"},
-    "__main__": {"cli_attend", "cli_compile", "cli_demo", "cli_info"},
-    "__init__": {"api", "compile"},
+    "cli_explain": {"ceilings", "cli_info", "params", "problem", "tiles", "traffic"},
+    "__main__": {"cli_attend", "cli_compile", "cli_demo", "cli_explain", "cli_info"},
+    "__init__": {"api", "compile", "lineage", "traffic"},
 }
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py"))
 
 # Who may import CuPy and the CUDA packages, and even these only inside a function.
-USES_CUDA = {"arrays", "compile", "launch", "overlap", "tma"}
+USES_CUDA = {"arrays", "compile", "launch", "lineage_launch", "overlap", "tma"}
 CUDA_PACKAGES = {"cupy", "cuda", "cupyx"}
 
 
@@ -135,7 +142,7 @@ LAYERS = (
         "narrow_*.cuh", "row_sums.cuh", "dq_*.cuh", "mask.cuh", "bases.cuh", "merge_splits.cuh", "key_*.cuh",
         "dense_keys.cuh",
     ),
-    ("attention_*.cuh",),
+    ("attention_*.cuh", "lineage/*.cuh"),
     ("*.cu",),
 )  # fmt: skip
 
@@ -143,7 +150,8 @@ LAYERS = (
 def _files() -> dict[str, Path]:
     headers = KERNELS / "include"
     files = {path.relative_to(headers).as_posix(): path for path in headers.rglob("*.cuh")}
-    return files | {path.name: path for path in KERNELS.glob("*.cu")}
+    files |= {path.relative_to(KERNELS).as_posix(): path for path in (KERNELS / "lineage").glob("*.cuh")}
+    return files | {path.relative_to(KERNELS).as_posix(): path for path in KERNELS.rglob("*.cu")}
 
 
 def _layer(name: str) -> int:

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash import calls, compile, hopper, launch, overlap, params, tiles, tma
+from cuflash import arrays, calls, compile, hopper, launch, overlap, params, problem, tiles, tma
 
 TARGETS = [("sm75", "75"), ("sm75", "90a")] + [("sm80", target) for target in compile.TARGETS[1:]]
 PORTABLE = {"sm75": "sm75", "sm80": "sm80", "sm90": "sm80"}
@@ -150,7 +150,98 @@ def test_parameters_name_the_arrays_of_their_call(device: Pretended) -> None:
         assert struct.unpack("<3Q", device.parameters[:24]) == tuple(x.data.ptr for x in inputs)
 
 
-def test_a_call_asks_the_environment_once_for_each_variable(device: Pretended, monkeypatch: Any) -> None:
+def test_an_address_that_is_less_aligned_gets_a_plan_of_its_own(device: Pretended) -> None:
+    """Metadata of the calls are the same, and earlier plans are kept."""
+    device.become("sm80", "90a")
+    q, k, v, o = ([on_gpu(np.zeros((3, 16), np.float16), layout) for layout in (None, Layout(shift=1))] for _ in "qkvo")
+    loads = []
+    for a, b, c, out in [(0, 0, 0, 0), (1, 0, 0, 0), (0, 0, 1, 0), (0, 0, 0, 0), (0, 0, 0, 1)]:
+        assert cuflash.attention(q[a], k[b], v[c], out=o[out]) is o[out]
+        loads.append(device.launched[-1].load)
+        pointers = struct.unpack("<5Q", device.parameters[:40])
+        assert pointers == (q[a].data.ptr, k[b].data.ptr, v[c].data.ptr, 0, o[out].data.ptr)
+    assert loads[0] == loads[3] == loads[4] == "16" and "16" not in loads[1:3]
+
+
+def test_a_result_of_another_layout_gets_a_plan_of_its_own(device: Pretended) -> None:
+    device.become("sm80", "90a")
+    q, k, v = (on_gpu(np.zeros((2, 3, 16), np.float16)) for _ in "qkv")
+    new = np.zeros((2, 3, 16), np.float16), np.zeros((3, 2, 16), np.float16).swapaxes(0, 1)
+    before = launch._plan_forward.cache_info().currsize
+    for memory in (*new, *new):
+        cuflash.attention(q, k, v, out=fake_gpu.ndarray(memory))
+    assert launch._plan_forward.cache_info().currsize == before + 2
+
+
+def test_what_is_kept_of_calls_is_bounded(device: Pretended) -> None:
+    device.become("sm80", "90a")
+    q, k, o = (on_gpu(np.zeros((3, 16), np.float16)) for _ in "qko")
+    most = launch._addressed.cache_info().maxsize
+    assert most is not None
+    memory = np.zeros(16 * most + 1000, np.float16)
+    for at in range(0, 8 * (most + 10), 8):
+        cuflash.attention(q, k, fake_gpu.ndarray(memory[at : at + 48].reshape(3, 16)), out=o)
+    assert launch._addressed.cache_info().currsize == most
+    kept = [launch._check, launch._plan_forward, problem._describe, arrays.reach_of_distinct]
+    assert all(cached.cache_info().maxsize for cached in kept)
+
+
+def test_errors_after_a_good_call_are_those_before_it(device: Pretended) -> None:
+    """Options that are equal to those of a call, and not of a type that is taken; arrays that are like them, and not in
+    the right place."""
+    device.become("sm80", "90a")
+    q, k, v, o = (on_gpu(np.zeros((3, 16), np.float16)) for _ in "qkvo")
+    for _ in range(2):
+        assert cuflash.attention(q, k, v, causal=True, scale=1.0, align=1, out=o) is o
+        launched = len(device.launched)
+        wrong: list[tuple[type[Exception], str, dict[str, Any]]] = [
+            (TypeError, "causal must be a bool", {"causal": 1}),
+            (TypeError, "scale must be", {"scale": True}),
+            (TypeError, "align must be", {"align": True}),
+            (TypeError, "return_lse must be a bool", {"return_lse": 0}),
+            (ValueError, r"out \(o\) shares memory with q", {"out": q}),
+            (ValueError, r"out \(o\) shares memory with v", {"out": fake_gpu.ndarray(v.memory[::-1])}),
+            (ValueError, "must be on one GPU", {"out": fake_gpu.ndarray(o.memory, 1)}),
+            (TypeError, "on the host", {"out": o.memory}),
+            (TypeError, "must be float16", {"out": on_gpu(np.zeros((3, 16), np.float32))}),
+            (ValueError, "must have shape", {"out": on_gpu(np.zeros((3, 17), np.float16))}),
+            (ValueError, "1 entries", {"out": (o, o)}),
+            (
+                ValueError,
+                "elements of .* share memory",
+                {"out": fake_gpu.ndarray(np.broadcast_to(o.memory[:1], (3, 16)))},
+            ),
+        ]
+        for error, words, options in wrong:
+            with pytest.raises(error, match=words):
+                cuflash.attention(q, k, v, **{"causal": True, "scale": 1.0, "align": 1, "out": o} | options)
+        o_and_lse = o, fake_gpu.ndarray(o.memory.reshape(-1)[:6].view(np.float32))
+        with pytest.raises(ValueError, match=r"out \(lse\) shares memory with out \(o\)"):
+            cuflash.attention(q, k, v, return_lse=True, out=o_and_lse)
+        assert len(device.launched) == launched
+
+
+def test_heads_of_a_group_are_found_without_views(device: Pretended, monkeypatch: Any) -> None:
+    """Parameters are those of a call on views that broadcast, which take microseconds to make."""
+    device.become("sm80", "90a")
+    q, o = (on_gpu(np.zeros((2, 6, 3, 16), np.float16)) for _ in "qo")
+    k, v = (on_gpu(np.zeros((2, 2, 5, 16), np.float16)) for _ in "kv")
+    key_bias, lse = on_gpu(np.zeros((6, 5), np.float32)), on_gpu(np.zeros((2, 6, 3), np.float32))
+    with monkeypatch.context() as patch:
+        patch.delattr(fake_gpu.ndarray, "reshape")
+        patch.delattr(fake_gpu.ndarray, "__getitem__")
+        cuflash.attention(q, k, v, key_bias=key_bias, grouped_heads=True, return_lse=True, out=(o, lse))
+    grouped = device.parameters
+    inner_q, inner_o = (x.reshape((2, 2, 3, 3, 16)) for x in (q, o))
+    inner_k, inner_v = (x[:, :, None] for x in (k, v))
+    inner_lse = lse.reshape((2, 2, 3, 3))
+    cuflash.attention(
+        *(inner_q, inner_k, inner_v), key_bias=key_bias.reshape((2, 3, 5)), return_lse=True, out=(inner_o, inner_lse)
+    )
+    assert device.parameters == grouped
+
+
+def test_a_call_asks_the_environment_for_one_variable(device: Pretended, monkeypatch: Any) -> None:
     """To ask takes a microsecond."""
     device.become("sm90", "90a")
     asked: list[str] = []
@@ -161,8 +252,7 @@ def test_a_call_asks_the_environment_once_for_each_variable(device: Pretended, m
         with monkeypatch.context() as patch:
             patch.setattr(os, "environ", everywhere)
             call()
-        assert sorted(asked[-2:]) == ["CUFLASH_FAMILY", "CUFLASH_LOG"]
-    assert len(asked) == 2 * len(calls_of("float16"))
+    assert asked == ["CUFLASH_FAMILY"] * len(calls_of("float16"))
 
 
 # What a target serves at least: any less is a change of what users are promised.

@@ -55,6 +55,13 @@ def assert_fails(status, capsys, folder, *words, left=()):
 # --- attend: results -------------------------------------------------------------------------------------------------
 
 
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stop:
+        __main__.main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out.strip() == f"cuflash {cuflash.__version__}"
+
+
 def test_attend_writes_o_and_lse(files, capsys):
     assert attend(files) == 0
     o, lse = cuflash.attention(*load(files, "q", "k", "v"), return_lse=True)
@@ -530,6 +537,18 @@ def test_compile_selects_what_the_launcher_asks_for_at_a_head_dim(monkeypatch, h
     assert {x.tile.head_dim for x in fused} == ({64 if head_dim <= 64 else 128} if head_dim <= 128 else set())
     rows = {x.operation for x in some if x.tile == tiles.ROW_KERNEL}
     assert rows == {"attention_convert", "attention_delta", "attention_merge", "attention_merge_splits"}
+
+
+def test_compile_of_the_lineage(monkeypatch, capsys):
+    """Only where it is asked for: nobody needs these kernels for speed."""
+    some, status = asked_for(monkeypatch, "--lineage", "--arch", "90", "75")
+    assert status == 0 and {x.operation for x in some} >= {"safe_softmax", "online_softmax"}
+    assert {(x.family, x.target) for x in some} == {("sm80", "90a"), ("sm75", "75")}
+    assert not {x.operation for x in asked_for(monkeypatch, "--arch", "90")[0]} & {x.operation for x in some}
+    half, _ = asked_for(monkeypatch, "--lineage", "--arch", "90", "--dtype", "float16")
+    assert {x.dtype for x in half} == {"float16"}
+    assert asked_for(monkeypatch, "--lineage", "--arch", "90", "--head-dim", "64") == ([], 2)
+    assert "leave --head-dim out" in capsys.readouterr().err
 
 
 def test_compile_knows_the_precisions_of_float32(monkeypatch):

@@ -65,6 +65,22 @@ struct GemmFma : PlainTiles, AccumulatorOperand {
     }
   }
 
+  // acc += A^T B: A columns row0.. of a tile (k, rows), B columns col0.. of a tile (k, cols).
+  template <int kDepth, int kMTiles, int kCols, class SharedA, class SharedB>
+  static __device__ __forceinline__ void tn(Fragment<kMTiles, kCols>& acc, const SharedA& a_smem, int row0,
+                                            const SharedB& b_smem, int col0) {
+#pragma unroll 2
+    for (int k = 0; k < kDepth; ++k) {
+      Operand a[2 * kMTiles];
+#pragma unroll
+      for (int r = 0; r < 2 * kMTiles; ++r) {
+        const int row = row0 + 8 * r + lane_id() / 4;
+        a[r] = a_smem.at(k, row / kChunk)[row % kChunk];
+      }
+      step_nn(acc, a, b_smem, k, col0);
+    }
+  }
+
  private:
   static __device__ __forceinline__ void load_chunk(Operand (&to)[kChunk], const Operand* from) {
     struct alignas(16) Chunk {

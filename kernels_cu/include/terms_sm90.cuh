@@ -66,25 +66,39 @@ class Tangent {
       : scale(params.scale), factor(params.scale / params.softcap) {}
 
   __device__ __forceinline__ int series() const { return number; }
+  __device__ __forceinline__ bool has_series() const { return number < 2; }
 
-  // Forms scores. kRare: as they are not the rule, LowSeries is left out, to save code.
-  template <bool kRare, int kCols>
+  // Forms scores. kRare: as they are not the rule, LowSeries is left out, to save code. The warp chooses once for every
+  // kPart columns: each part is a piece of code of its own, or the compiler would hold all scores twice.
+  template <bool kRare, int kPart, int kCols>
   __device__ __forceinline__ void apply(Fragment<1, kCols>& s) {
-    float most = 0;
-    s.for_each_lane_column([&](float& x, int, int) {
-      x *= factor;
-      most = fmaxf(most, fabsf(x));
-    });
-    const bool is_low = !__any_sync(kFullWarp, most >= float(LowSeries::kLimit));
-    const bool is_high = !__any_sync(kFullWarp, most >= float(HighSeries::kLimit));
-    number = is_low && has_coefficients<LowSeries>() ? 0 : is_high && has_coefficients<HighSeries>() ? 1 : 2;
-    if (!kRare && is_low) {
-      s.for_each_lane_column([](float& x, int, int) { x = of_series<LowSeries>(x); });
-    } else if (is_high) {
-      s.for_each_lane_column([](float& x, int, int) { x = of_series<HighSeries>(x); });
-    } else {
-      s.for_each_lane_column([](float& x, int, int) { x = of_any(x); });
+    static_assert(kPart % 8 == 0 && kCols % kPart == 0);
+    bool all_low = true, all_high = true;
+#pragma unroll
+    for (int first = 0; first < kCols / 8; first += kPart / 8) {
+      const auto for_each = [&](auto f) {
+#pragma unroll
+        for (int n = first; n < first + kPart / 8; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) f(s.x[0][n][i]);
+      };
+      float most = 0;
+      for_each([&](float& x) {
+        x *= factor;
+        most = fmaxf(most, fabsf(x));
+      });
+      const bool is_low = !__any_sync(kFullWarp, most >= float(LowSeries::kLimit));
+      const bool is_high = !__any_sync(kFullWarp, most >= float(HighSeries::kLimit));
+      all_low &= is_low, all_high &= is_high;
+      if (!kRare && is_low) {
+        for_each([](float& x) { x = of_series<LowSeries>(x); });
+      } else if (is_high) {
+        for_each([](float& x) { x = of_series<HighSeries>(x); });
+      } else {
+        for_each([](float& x) { x = of_any(x); });
+      }
     }
+    number = all_low && has_coefficients<LowSeries>() ? 0 : all_high && has_coefficients<HighSeries>() ? 1 : 2;
   }
 
   // From a raw score to its exponent of 2, while all of them are within the limit: the coefficients hold every factor.
