@@ -1,6 +1,6 @@
 // Backward of queries, keys and values at once for sm_90a: a CTA owns a block of keys and its values, and query blocks
-// stream by, brought by the copy engine. Two warpgroups multiply by wgmma, each of them on 64 keys and transposed scores,
-// so that p^T and ds^T go from accumulators to A operands without leaving registers:
+// stream by, brought by the copy engine. Two warpgroups multiply by wgmma, each of them on 64 keys and transposed
+// scores, so that p^T and ds^T go from accumulators to A operands without leaving registers:
 //   s^T = K Q^T,  dp^T = V dO^T,  p = exp(s - lse),  ds = p (dp - delta),  dV += p^T dO,  dK += ds^T Q.
 // They share ds for dQ = ds K, of which each forms one half. Threads of the producer's warpgroup pass that on
 // (dq_turns_sm90.cuh). CTAs stay and claim one block of keys after another. A CTA sums dk and dv over the batch axes on
@@ -25,8 +25,9 @@ constexpr int kConsumers = 2, kStages = kTile.stages;
 constexpr bool kSplitRows = kTile.block_m == 128;
 // Of each thread: all of 504.
 constexpr int kProducerRegisters = 24, kConsumerRegisters = (504 - kProducerRegisters) / 2;
-// The sums of dv are formed under ds.
-constexpr bool kEarlyP = !kSplitRows;
+// Where registers are left for p beside ds, the products of dv run under ds, and those of dk under what is done with
+// dq. Else the next scores do.
+constexpr bool kPrefetchesScores = kSplitRows, kEarlyP = !kSplitRows;
 constexpr int kDsBuffers = 2, kDqBuffers = 2;
 constexpr int kStagers = 4 * kConsumers;  // warps that put dq in a buffer
 // The producer works out the next one while that of the tile before is still read.
@@ -257,7 +258,8 @@ __device__ __forceinline__ void clear_dq(const Params& params) {
   if (rows_see_keys) return;
   const int m_blocks = ceil_div(params.seqlen_q, kTile.block_m);
   for (int i = blockIdx.x; i < m_blocks * owned_count(params) * loop_count(params); i += gridDim.x) {
-    const int row0 = i % m_blocks * kTile.block_m, at = i / m_blocks, row_end = min_of(params.seqlen_q, row0 + kTile.block_m);
+    const int row0 = i % m_blocks * kTile.block_m, at = i / m_blocks,
+              row_end = min_of(params.seqlen_q, row0 + kTile.block_m);
     const BlockRange keys = key_blocks(params, row0, row_end, kTile.block_n);
     if (keys.end > keys.begin) continue;
     const BatchIndex batch = batch_index(params, at % owned_count(params), at / owned_count(params));
@@ -308,20 +310,26 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
       Step step(work);
       bool begins = true;
       int left = work.steps;
-      mbarrier_wait(smem.q_barriers[q.stage].full, q.parity);
-      issue_scores();
+      const auto begin_scores = [&] {
+        mbarrier_wait(smem.q_barriers[q.stage].full, q.parity);
+        issue_scores();
+      };
+      if constexpr (kPrefetchesScores) begin_scores();
       mbarrier_wait(smem.v_barriers.full, parity);
       do {
         const int row0 = step.block * kTile.block_m;
         const PipelineState<kStages> own = q;
+        if constexpr (!kPrefetchesScores) begin_scores();
+        const float* lse = smem.rows[own.stage].lse;
+        const bool large = any_is_large<kTile.block_m>(lse);
         Scores dp;
         mbarrier_wait(smem.dout_barriers[own.stage].full, own.parity);
-        wgmma_wait<0>(s);
+        if constexpr (kPrefetchesScores) wgmma_wait<0>(s);
         issue_nt<kTile.value_dim>(dp, smem.v, group_key0, smem.dout[own.stage]);
+        if constexpr (!kPrefetchesScores) wgmma_wait<1>(s);
         const bool masked = !work.rows.is_full(step.block) || key0 + kTile.block_n > params.seqlen_k;
         if (masked) mask_by_row_limits(s, params, key0 + warp_key0, row0);
-        const float* lse = smem.rows[own.stage].lse;
-        if (any_is_large<kTile.block_m>(lse)) {
+        if (large) {
           const BatchIndex batch = batch_index(params, work.owned, step.summed);
           const float* row_lse = base<float>(static_cast<const void*>(params.lse), params.lse_stride, batch);
           large_scores_to_p(s, params, lse, row_lse + row0 * params.lse_stride.row);
@@ -343,23 +351,29 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
         for (int k = 0; k < kTile.block_m / 16; ++k)
           stmatrix_x4(DsTile::advance(ds_at + ds_buffer * sizeof(DsTile), 0, 16 * k), ds.x[0][k]);
         fence_async_proxy();  // wgmma is to see it
-        issue_nn(dk, ds, smem.q[own.stage], begins);
+        const auto issue_dk = [&] { issue_nn(dk, ds, smem.q[own.stage], begins); };
+        if constexpr (kPrefetchesScores) issue_dk();
         barrier_sync<256>(1);  // ds of all keys is complete; nobody reads the other buffer any more
         DqHalf dq;
         issue_tn<kTile.block_n>(dq, smem.ds[ds_buffer], kSplitRows ? group : 0, smem.k[0], kSplitRows ? 0 : group);
         ds_buffer ^= 1;
-        wgmma_wait<1>();  // dk and dv, and with them p and ds
         q.next();
-        if (left > 1) mbarrier_wait(smem.q_barriers[q.stage].full, q.parity);
-        // Issued in any case: under a condition, the compiler would wait for each product. After the last step nobody
-        // looks.
-        issue_scores();
-        release(smem.q_barriers[own.stage].empty);
-        release(smem.dout_barriers[own.stage].empty);
-        wgmma_wait<1>(dq);
-        if (left == 1) release(smem.k_barriers.empty);
+        if constexpr (kPrefetchesScores) {
+          wgmma_wait<1>();  // dk and dv, and with them p and ds
+          if (left > 1) mbarrier_wait(smem.q_barriers[q.stage].full, q.parity);
+          // Issued in any case: under a condition, the compiler would wait for each product. After the last step nobody
+          // looks.
+          issue_scores();
+          release(smem.q_barriers[own.stage].empty);
+          release(smem.dout_barriers[own.stage].empty);
+        } else {
+          issue_dk();
+        }
         mbarrier_wait(smem.dq_ready[dq_buffer.stage], dq_buffer.parity);
         const DqRole role = smem.dq_part[dq_buffer.stage].role;
+        wgmma_wait<1>(dq);
+        if constexpr (!kPrefetchesScores) release(smem.dout_barriers[own.stage].empty);
+        if (left == 1) release(smem.k_barriers.empty);
         const u32 at = dq_at + dq_buffer.stage * sizeof(DqSums);
         const int columns = kSplitRows ? 64 : min_of(64, kTile.head_dim - 64 * group);
         if (role.is_last()) {
@@ -377,8 +391,8 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
           dq.for_each([&](float& x, int, int, int) { x *= params.scale; });
           const int col0 = kSplitRows ? 0 : 64 * group;
           store_rows_direct(dq, base<Output>(params.dq, params.dq_stride, batch) + col0 * params.dq_stride.col,
-                            params.dq_stride, row0 + (kSplitRows ? group_key0 : 0) + warp_id() % 4 * 16, params.seqlen_q,
-                            params.head_dim - col0, params.store_vector != 0);
+                            params.dq_stride, row0 + (kSplitRows ? group_key0 : 0) + warp_id() % 4 * 16,
+                            params.seqlen_q, params.head_dim - col0, params.store_vector != 0);
         } else {
 #pragma unroll
           for (int n = 0; n < 8; ++n) {
@@ -390,6 +404,11 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
         __syncwarp();
         if (lane_id() == 0) mbarrier_arrive(smem.dq_staged[dq_buffer.stage]);
         dq_buffer.next();
+        if constexpr (!kPrefetchesScores) {
+          wgmma_wait<0>(dk);
+          wgmma_wait<0>(dv);
+          release(smem.q_barriers[own.stage].empty);
+        }
         begins = false;
         step.next(work);
       } while (--left > 0);
