@@ -286,10 +286,13 @@ def backward_scratch(problem: Problem, taken: Backward) -> BackwardScratch:
 
 
 def backward_maps(problem: Problem, layout: memory.Layout, taken: Backward) -> tuple[Map, ...] | None:
-    """The maps of q, k, v and do, None where the copy engine cannot follow an array."""
+    """The maps of q, k, v, do, dk and dv in the kernel's order, None where the copy engine cannot follow an array."""
+    itemsize = tiles.ITEMSIZE[problem.dtype]
+    if problem.d * itemsize % tma.ALIGNMENT or problem.e * itemsize % tma.ALIGNMENT:
+        return None  # as in `output_map`
     found = []
-    for name in ("q", "k", "v", "dout"):
-        rows = taken.tile.block_n if name in ("k", "v") else taken.tile.block_m
+    for name in ("q", "k", "v", "dout", "dk", "dv"):
+        rows = taken.tile.block_m if name in ("q", "dout") else taken.tile.block_n
         box = tma.box(problem.dtype, layout.lengths[name], layout.extents, layout.strides[name], rows)
         if box is None:
             return None

@@ -546,7 +546,8 @@ def _plan_backward_sm90(
     bits.check(problem.dtype)
     for gradient in gradient_bits:
         _Bits(gradient, 0, 0).check(problem.dtype)
-    if bits.loads % tma.ALIGNMENT:
+    dq, dk, dv = gradient_bits
+    if (bits.loads | dk | dv) % tma.ALIGNMENT:
         return None
     layout = memory.layout_of(problem, dict(zip(_BACKWARD_TENSORS, strides, strict=True)), taken.sums)
     if not all(name in layout.strides for name in ("dout", "dq", "dk", "dv")):
@@ -557,8 +558,7 @@ def _plan_backward_sm90(
     maps = hopper.backward_maps(problem, layout, taken)
     if maps is None:
         return None
-    names = zip(("dq", "dk", "dv"), gradient_bits, strict=True)
-    vector = all(memory.load_kind(problem.dtype, layout, (name,), own) == "16" for name, own in names)
+    vector = memory.load_kind(problem.dtype, layout, ("dq",), dq) == "16"
     delta_load = memory.load_kind(problem.dtype, layout, ("o", "dout"), bits.rows)
     load = "16" if delta_load == "16" else "strided"
     delta = tiles.row_variant("attention_delta", problem.dtype, load, "90a", "sm90")

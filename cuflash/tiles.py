@@ -154,8 +154,10 @@ class Tile:
             queries = panels(self.block_m, self.head_dim) + panels(self.block_m, self.value_dim)
             queries += 2 * 4 * self.block_m + 2 * 16  # row_lse and delta, and barriers
             ds, dq = panels(self.block_n, self.block_m), 4 * self.block_m * self.head_dim
-            # of ds and dq two each; barriers of K, V and dq, roles, and the work that is shared out
-            nbytes = keys + self.stages * queries + 2 * (ds + dq) + 2 * 16 + 2 * 3 * 8 + 2 * 12 + 3 * 32
+            sent = max(dq, panels(self.block_n, self.head_dim), panels(self.block_n, self.value_dim))
+            # of ds and of what is sent two each; barriers of K, V and what is sent, what that is, and the work that is
+            # shared out
+            nbytes = keys + self.stages * queries + 2 * (ds + sent) + 2 * 16 + 2 * 3 * 8 + 2 * 24 + 3 * 32
             return -(-nbytes // 1024) * 1024
         k, v = panels(self.block_n, self.head_dim), panels(self.block_n, self.value_dim)
         barriers = 16 * (self.q_stages + 2 * self.stages + SM90_BIAS_STAGES)

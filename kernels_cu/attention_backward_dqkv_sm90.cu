@@ -3,8 +3,9 @@
 // scores, so that p^T and ds^T go from accumulators to A operands without leaving registers:
 //   s^T = K Q^T,  dp^T = V dO^T,  p = exp(s - lse),  ds = p (dp - delta),  dV += p^T dO,  dK += ds^T Q.
 // They share ds for dQ = ds K, of which each forms one half. Threads of the producer's warpgroup pass that on
-// (dq_turns_sm90.cuh). CTAs stay and claim one block of keys after another. A CTA sums dk and dv over the batch axes on
-// which they were broadcast, in a fixed order: no atomics.
+// (dq_turns_sm90.cuh), and dk and dv after the last step, by way of the same buffers. CTAs stay and claim one block of
+// keys after another. A CTA sums dk and dv over the batch axes on which they were broadcast, in a fixed order: no
+// atomics.
 #include "gemm_sm90.cuh"
 #include "blocks.cuh"
 #include "dq_turns_sm90.cuh"
@@ -28,8 +29,8 @@ constexpr int kProducerRegisters = 24, kConsumerRegisters = (504 - kProducerRegi
 // Where registers are left for p beside ds, the products of dv run under ds, and those of dk under what is done with
 // dq. Else the next scores do.
 constexpr bool kPrefetchesScores = kSplitRows, kEarlyP = !kSplitRows;
-constexpr int kDsBuffers = 2, kDqBuffers = 2;
-constexpr int kStagers = 4 * kConsumers;  // warps that put dq in a buffer
+constexpr int kDsBuffers = 2, kSendBuffers = 2;
+constexpr int kStagers = 4 * kConsumers;  // warps that fill a buffer of results
 // The producer works out the next one while that of the tile before is still read.
 constexpr int kWorks = 3;
 static_assert(kTile.block_n == 64 * kConsumers, "each consumer warpgroup has 64 keys");
@@ -38,7 +39,7 @@ static_assert(kRowPadding % kTile.block_m == 0, "tiles of row vectors load whole
 
 // cuflash/params.py puts the maps before the rest.
 struct TmaParams {
-  TensorMap q[kPlanes], k[kPlanes], v[kPlanes], dout[kPlanes];
+  TensorMap q[kPlanes], k[kPlanes], v[kPlanes], dout[kPlanes], dk, dv;
   Params params;
 };
 
@@ -98,8 +99,19 @@ struct RowVectors {
   alignas(16) float lse[kTile.block_m], delta[kTile.block_m];
 };
 // dq in the order of its registers: of each warpgroup, its columns by eights, of each of those 16 bytes a thread.
-struct alignas(128) DqSums {
+struct DqSums {
   float x[kTile.block_m * kTile.head_dim];
+};
+union alignas(1024) SendBuffer {
+  DqSums dq;
+  KTile dk;
+  VTile dv;
+};
+// What is to be in such a buffer, and where it goes from there.
+struct Sending {
+  enum { kDq, kDk, kDv, kNothing } what;
+  DqPart part;       // of dq
+  int block, owned;  // of dk and dv
 };
 struct SharedStorage {
   Planes<KTile> k;
@@ -107,12 +119,12 @@ struct SharedStorage {
   Planes<QTile> q[kStages];
   Planes<DoutTile> dout[kStages];
   DsTile ds[kDsBuffers];
-  DqSums dq[kDqBuffers];
+  SendBuffer send[kSendBuffers];
   RowVectors rows[kStages];
   BufferBarriers k_barriers, v_barriers, q_barriers[kStages], dout_barriers[kStages];
-  u64 dq_ready[kDqBuffers], dq_staged[kDqBuffers], dq_free[kDqBuffers];
-  DqPart dq_part[kDqBuffers];  // there from when the buffer is ready until it is free
-  KeyWork work[kWorks];        // there when K is
+  u64 send_ready[kSendBuffers], send_filled[kSendBuffers], send_free[kSendBuffers];
+  Sending sending[kSendBuffers];  // there from when the buffer is ready until it is free
+  KeyWork work[kWorks];           // there when K is
 };
 static_assert(sizeof(SharedStorage) == kSmemBytes, "the tile table counts the same bytes");
 
@@ -178,11 +190,17 @@ __device__ __forceinline__ float* sum_of(const Params& params, const DqPart& par
   return params.dq_accum + i64(part.number) * (sizeof(DqSums) / 4);
 }
 
-// One thread: hands buffers for dq to the consumers, step by step; where theirs is the last part, with the sum of the
-// others in it.
-__device__ __forceinline__ void prepare_dq(const Params& params, SharedStorage& smem) {
+// One thread: hands buffers to the consumers, step by step and then for dk and dv. Where theirs is the last part of dq,
+// the sum of the others is in it.
+__device__ __forceinline__ void prepare_buffers(const Params& params, SharedStorage& smem) {
   DqTurn* const turns = turns_of(params);
-  PipelineState<kDqBuffers> buffer;
+  PipelineState<kSendBuffers> buffer;
+  const auto give = [&](const Sending& sending) {
+    mbarrier_wait(smem.send_free[buffer.stage], buffer.parity ^ 1);
+    smem.sending[buffer.stage] = sending;
+    mbarrier_arrive(smem.send_ready[buffer.stage]);
+    buffer.next();
+  };
   for (TileState tile;; tile.next()) {
     mbarrier_wait(smem.k_barriers.full, tile.parity);
     mbarrier_arrive(smem.k_barriers.empty);
@@ -198,54 +216,83 @@ __device__ __forceinline__ void prepare_dq(const Params& params, SharedStorage& 
       DqPart part{ordered_role(params, work.block, step.block * kTile.block_m), batch_number + step.block};
       if (!kDeterministic && part.role.count > 1) part.role.rank = atomicAdd(&turns[part.number].drawn, 1);
       if (step.next(work)) begin_batch();
-      mbarrier_wait(smem.dq_free[buffer.stage], buffer.parity ^ 1);
-      smem.dq_part[buffer.stage] = part;
-      u64& ready = smem.dq_ready[buffer.stage];
-      if (part.role.is_last() && !part.role.is_first()) {
-        DqTurn& turn = turns[part.number];
-        await_parts(turn, part.role.rank);
-        turn = DqTurn{};
-        fence_async_proxy_all();  // the copy engine reads what others' have written
-        mbarrier_arrive_expect(ready, sizeof(DqSums));
-        bulk_load(&smem.dq[buffer.stage], sum_of(params, part), sizeof(DqSums), ready);
-      } else {
-        mbarrier_arrive(ready);
+      if (!part.role.is_last() || part.role.is_first()) {
+        give({Sending::kDq, part});
+        continue;
       }
+      mbarrier_wait(smem.send_free[buffer.stage], buffer.parity ^ 1);
+      smem.sending[buffer.stage] = {Sending::kDq, part};
+      DqTurn& turn = turns[part.number];
+      await_parts(turn, part.role.rank);
+      turn = DqTurn{};
+      fence_async_proxy_all();  // the copy engine reads what others' have written
+      u64& ready = smem.send_ready[buffer.stage];
+      mbarrier_arrive_expect(ready, sizeof(DqSums));
+      bulk_load(&smem.send[buffer.stage], sum_of(params, part), sizeof(DqSums), ready);
       buffer.next();
     }
+    give({Sending::kDv, {}, work.block, work.owned});
+    give({Sending::kDk, {}, work.block, work.owned});
   }
+  // Nobody fills these: the threads that send are to end.
 #pragma unroll 1
-  for (int i = 0; i < kDqBuffers; ++i) {
-    mbarrier_wait(smem.dq_free[buffer.stage], buffer.parity ^ 1);
-    smem.dq_part[buffer.stage].number = -1;
-    for (int arrival = 0; arrival < kStagers; ++arrival) mbarrier_arrive(smem.dq_staged[buffer.stage]);
+  for (int i = 0; i < kSendBuffers; ++i) {
+    mbarrier_wait(smem.send_free[buffer.stage], buffer.parity ^ 1);
+    smem.sending[buffer.stage].what = Sending::kNothing;
+    for (int arrival = 0; arrival < kStagers; ++arrival) mbarrier_arrive(smem.send_filled[buffer.stage]);
     buffer.next();
   }
 }
 
-// One thread for each buffer, as a part takes about as long as two steps until all see it: passes on what the consumers
-// put there.
-__device__ __forceinline__ void send_dq(const Params& params, SharedStorage& smem, int buffer) {
-  const float* own = smem.dq[buffer].x;
+template <class Tile>
+__device__ __forceinline__ void store_tile(const TensorMap& map, const Tile& tile, int row0, const BatchIndex& batch,
+                                           const Strides& stride) {
+  int at[3];
+  batch_on_map(at, batch, stride);
+#pragma unroll
+  for (int panel = 0; panel < Tile::kPanels; ++panel)
+    tma_store(map, shared_address(&tile) + panel * Tile::kPanelBytes, 64 * panel, row0, at);
+}
+
+// One thread for each buffer, as a part of dq takes about as long as two steps until all see it: passes on what the
+// consumers put there.
+__device__ __forceinline__ void send_buffer(const TmaParams& tma, SharedStorage& smem, int number) {
+  const Params& params = tma.params;
+  const SendBuffer& buffer = smem.send[number];
+  u64& free = smem.send_free[number];
   for (u32 parity = 0;; parity ^= 1) {
-    mbarrier_wait(smem.dq_staged[buffer], parity);
-    const DqPart part = smem.dq_part[buffer];
-    if (part.number < 0) return;
+    mbarrier_wait(smem.send_filled[number], parity);
+    const Sending sending = smem.sending[number];
+    if (sending.what == Sending::kNothing) return;
+    if (sending.what != Sending::kDq) {
+      const int row0 = sending.block * kTile.block_n;
+      const BatchIndex batch = batch_index(params, sending.owned, 0);
+      if (sending.what == Sending::kDk) {
+        store_tile(tma.dk, buffer.dk, row0, batch, params.dk_stride);
+      } else {
+        store_tile(tma.dv, buffer.dv, row0, batch, params.dv_stride);
+      }
+      bulk_commit();
+      bulk_wait_read<0>();
+      mbarrier_arrive(free);
+      continue;
+    }
+    const DqPart& part = sending.part;
     if (part.role.is_last()) {
-      mbarrier_arrive(smem.dq_free[buffer]);
+      mbarrier_arrive(free);
       continue;
     }
     DqTurn& turn = turns_of(params)[part.number];
     if (part.role.is_first()) {
-      bulk_store(sum_of(params, part), own, sizeof(DqSums));
+      bulk_store(sum_of(params, part), buffer.dq.x, sizeof(DqSums));
     } else {
       await_parts(turn, kDeterministic ? part.role.rank : 1);
       fence_async_proxy_all();  // the copy engine adds to what others' have written
-      bulk_add(sum_of(params, part), own, sizeof(DqSums));
+      bulk_add(sum_of(params, part), buffer.dq.x, sizeof(DqSums));
     }
     bulk_commit();
     bulk_wait_read<0>();
-    mbarrier_arrive(smem.dq_free[buffer]);
+    mbarrier_arrive(free);
     bulk_wait();
     fence_async_proxy_all();  // what the copy engine has written comes before the count
     add_release(&turn.done);
@@ -272,6 +319,14 @@ __device__ __forceinline__ void clear_dq(const Params& params) {
   }
 }
 
+// A warp's operand to its rows of a tile that has a row for each key, `at` the lane's row.
+template <int kDepth>
+__device__ __forceinline__ void stage(u32 at, const OperandA<kDepth>& x) {
+  static_assert(KTile::kPanelBytes == DsTile::kPanelBytes && VTile::kPanelBytes == DsTile::kPanelBytes);
+#pragma unroll
+  for (int k = 0; k < kDepth / 16; ++k) stmatrix_x4(DsTile::advance(at, 0, 16 * k), x.x[0][k]);
+}
+
 // One warpgroup: 64 keys of each block, and half of dq of each step.
 __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& smem) {
   const Params& params = tma.params;
@@ -282,10 +337,15 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
     if (threadIdx.x % 128 == 0) mbarrier_arrive(empty);
   };
   const u32 ds_at = smem.ds[0].address(warp_key0 + lane_id() % 16, lane_id() / 16 * 8);
-  const u32 dq_at = shared_address(&smem.dq[0]) + group * (64 * 64 * 4) + threadIdx.x % 128 * 16;
   PipelineState<kStages> q;
-  PipelineState<kDqBuffers> dq_buffer;
+  PipelineState<kSendBuffers> buffer;
   int ds_buffer = 0;
+  const auto await_buffer = [&] { mbarrier_wait(smem.send_ready[buffer.stage], buffer.parity); };
+  const auto pass_buffer = [&] {
+    __syncwarp();
+    if (lane_id() == 0) mbarrier_arrive(smem.send_filled[buffer.stage]);
+    buffer.next();
+  };
   Scores s;
   const auto issue_scores = [&] {
     int row0 = group_key0;
@@ -300,15 +360,14 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
     if (work.block < 0) return;
     Fragment<1, kTile.head_dim> dk;
     Fragment<1, kTile.value_dim> dv;
+    dk.clear(), dv.clear();
     if (work.steps == 0) {
       mbarrier_wait(smem.v_barriers.full, parity);
       release(smem.v_barriers.empty);
       release(smem.k_barriers.empty);
-      dk.clear(), dv.clear();
     } else {
       const int key0 = work.block * kTile.block_n;
       Step step(work);
-      bool begins = true;
       int left = work.steps;
       const auto begin_scores = [&] {
         mbarrier_wait(smem.q_barriers[q.stage].full, q.parity);
@@ -330,9 +389,7 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
         const bool masked = !work.rows.is_full(step.block) || key0 + kTile.block_n > params.seqlen_k;
         if (masked) mask_by_row_limits(s, params, key0 + warp_key0, row0);
         if (large) {
-          const BatchIndex batch = batch_index(params, work.owned, step.summed);
-          const float* row_lse = base<float>(static_cast<const void*>(params.lse), params.lse_stride, batch);
-          large_scores_to_p(s, params, lse, row_lse + row0 * params.lse_stride.row);
+          large_scores_to_p(s, params, lse);
         } else {
           scores_to_p(s, params, lse);
         }
@@ -340,18 +397,16 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
         if constexpr (kEarlyP) p.from(s);
         wgmma_wait<0>(dp);
         if (left == 1) release(smem.v_barriers.empty);
-        if constexpr (kEarlyP) issue_nn(dv, p, smem.dout[own.stage], begins);
+        if constexpr (kEarlyP) issue_nn(dv, p, smem.dout[own.stage]);
         dp_to_ds(dp, s, smem.rows[own.stage].delta);
         ds.from(dp);
         if constexpr (!kEarlyP) {
           p.from(s);
-          issue_nn(dv, p, smem.dout[own.stage], begins);
+          issue_nn(dv, p, smem.dout[own.stage]);
         }
-#pragma unroll
-        for (int k = 0; k < kTile.block_m / 16; ++k)
-          stmatrix_x4(DsTile::advance(ds_at + ds_buffer * sizeof(DsTile), 0, 16 * k), ds.x[0][k]);
+        stage(ds_at + ds_buffer * sizeof(DsTile), ds);
         fence_async_proxy();  // wgmma is to see it
-        const auto issue_dk = [&] { issue_nn(dk, ds, smem.q[own.stage], begins); };
+        const auto issue_dk = [&] { issue_nn(dk, ds, smem.q[own.stage]); };
         if constexpr (kPrefetchesScores) issue_dk();
         barrier_sync<256>(1);  // ds of all keys is complete; nobody reads the other buffer any more
         DqHalf dq;
@@ -369,12 +424,14 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
         } else {
           issue_dk();
         }
-        mbarrier_wait(smem.dq_ready[dq_buffer.stage], dq_buffer.parity);
-        const DqRole role = smem.dq_part[dq_buffer.stage].role;
+        await_buffer();
+        const DqRole role = smem.sending[buffer.stage].part.role;
         wgmma_wait<1>(dq);
         if constexpr (!kPrefetchesScores) release(smem.dout_barriers[own.stage].empty);
         if (left == 1) release(smem.k_barriers.empty);
-        const u32 at = dq_at + dq_buffer.stage * sizeof(DqSums);
+        u32 thread = threadIdx.x % 128;
+        asm volatile("" : "+r"(thread));  // worked out each time, not kept
+        const u32 at = shared_address(&smem.send[buffer.stage]) + group * (64 * 64 * 4) + 16 * thread;
         const int columns = kSplitRows ? 64 : min_of(64, kTile.head_dim - 64 * group);
         if (role.is_last()) {
           if (!role.is_first()) {
@@ -401,39 +458,40 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
           }
           fence_async_proxy();  // the copy engine is to see it
         }
-        __syncwarp();
-        if (lane_id() == 0) mbarrier_arrive(smem.dq_staged[dq_buffer.stage]);
-        dq_buffer.next();
+        pass_buffer();
         if constexpr (!kPrefetchesScores) {
           wgmma_wait<0>(dk);
           wgmma_wait<0>(dv);
           release(smem.q_barriers[own.stage].empty);
         }
-        begins = false;
         step.next(work);
       } while (--left > 0);
       wgmma_wait<0>(dk);
       wgmma_wait<0>(dv);
     }
-    const BatchIndex batch = batch_index(params, work.owned, 0);
-    const int row0 = work.block * kTile.block_n + warp_key0;
+    const auto send = [&](auto& gradient) {
+      OperandA<sizeof(gradient) / sizeof(float) * 2> rounded;
+      rounded.from(gradient);
+      await_buffer();
+      stage(shared_address(&smem.send[buffer.stage]) + (ds_at - shared_address(&smem.ds[0])), rounded);
+      fence_async_proxy();  // the copy engine is to see it
+      pass_buffer();
+    };
+    send(dv);
     dk.for_each([&](float& x, int, int, int) { x *= params.scale; });
-    store_rows_direct(dk, base<Output>(params.dk, params.dk_stride, batch), params.dk_stride, row0, params.seqlen_k,
-                      params.head_dim, params.store_vector != 0);
-    store_rows_direct(dv, base<Output>(params.dv, params.dv_stride, batch), params.dv_stride, row0, params.seqlen_k,
-                      params.value_dim, params.store_vector != 0);
+    send(dk);
   }
 }
 
 __device__ __forceinline__ void attention_backward(const TmaParams& tma, SharedStorage& smem) {
   if (threadIdx.x == 0) {
-    smem.k_barriers.start(kConsumers + 1);  // and by whoever prepares dq, who reads the record
+    smem.k_barriers.start(kConsumers + 1);  // and by whoever prepares buffers, who reads the record
     smem.v_barriers.start(kConsumers);
     for (int i = 0; i < kStages; ++i) smem.q_barriers[i].start(kConsumers), smem.dout_barriers[i].start(kConsumers);
-    for (int i = 0; i < kDqBuffers; ++i) {
-      mbarrier_init(smem.dq_ready[i], 1);
-      mbarrier_init(smem.dq_staged[i], kStagers);
-      mbarrier_init(smem.dq_free[i], 1);
+    for (int i = 0; i < kSendBuffers; ++i) {
+      mbarrier_init(smem.send_ready[i], 1);
+      mbarrier_init(smem.send_filled[i], kStagers);
+      mbarrier_init(smem.send_free[i], 1);
     }
     mbarrier_publish();
   }
@@ -441,9 +499,9 @@ __device__ __forceinline__ void attention_backward(const TmaParams& tma, SharedS
   if (threadIdx.x < 128) {
     warpgroup_reg_dealloc<kProducerRegisters>();
     if (threadIdx.x == 0) produce(tma, smem);
-    if (threadIdx.x == 32) prepare_dq(tma.params, smem);
-    static_assert(kDqBuffers == 2, "a warp for each");
-    if (threadIdx.x == 64 || threadIdx.x == 96) send_dq(tma.params, smem, threadIdx.x / 32 - 2);
+    if (threadIdx.x == 32) prepare_buffers(tma.params, smem);
+    static_assert(kSendBuffers == 2, "a warp for each");
+    if (threadIdx.x == 64 || threadIdx.x == 96) send_buffer(tma, smem, threadIdx.x / 32 - 2);
     if (warp_id() == 2) clear_dq(tma.params);
   } else {
     warpgroup_reg_alloc<kConsumerRegisters>();

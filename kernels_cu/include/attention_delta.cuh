@@ -1,5 +1,5 @@
 // Before the backward: what its kernels need of each query row.
-//   row_lse = lse, but +inf for a row without keys and for the padding rows: its p is 0
+//   row_lse = lse as the kernels keep it, but +inf for a row without keys and for the padding rows: its p is 0
 //   delta = rowsum(do * o) - dlse
 #pragma once
 #include "locate.cuh"
@@ -45,9 +45,9 @@ __device__ __forceinline__ void dots(Accumulator (&sums)[kRows], const Params& p
     for (int step = 1; step < kLanesPerRow; step *= 2) sums[r] += __shfl_xor_sync(kFullWarp, sums[r], step);
 }
 
-// `unit`: of row_lse, in natural logarithms' terms. Lanes have so many rows at a time: memory is far.
-template <int kRowsPerLane>
-__device__ __forceinline__ void attention_delta(const Params& params, Accumulator unit) {
+// `keep`: from lse to what is kept of it. Lanes have so many rows at a time: memory is far.
+template <int kRowsPerLane, class Keep>
+__device__ __forceinline__ void attention_delta(const Params& params, Keep keep) {
   constexpr int kApart = kThreads / kLanesPerRow, kRows = kApart * kRowsPerLane;
   static_assert(kRowPadding % kRows == 0, "padding rows are whole CTAs");
   static_assert(kRowsPerLane <= kLanesPerRow, "each lane finishes a row at most");
@@ -75,7 +75,7 @@ __device__ __forceinline__ void attention_delta(const Params& params, Accumulato
 #pragma unroll
   for (int r = 1; r < kRowsPerLane; ++r) delta = lane == r ? sums[r] : delta;
   const bool live = exists && lse != neg_inf();
-  (params.row_lse + offset(params.row_lse_stride, batch))[row] = live ? lse * unit : Accumulator(pos_inf());
+  (params.row_lse + offset(params.row_lse_stride, batch))[row] = live ? keep(lse) : Accumulator(pos_inf());
   (params.delta + offset(params.delta_stride, batch))[row] = live ? delta - dlse : 0;
 }
 

@@ -103,7 +103,7 @@ struct OperandA {
 // o += A B, or o = A B where the sum begins.
 template <int kDepth, int kCols, class TileB>
 __device__ __forceinline__ void issue_nn(Fragment<1, kCols>& o, const OperandA<kDepth>& a, const Planes<TileB>& b_smem,
-                                         bool begins) {
+                                         bool begins = false) {
   wgmma_fence();
 #pragma unroll
   for (int pair = 0; pair < kPlanePairs; ++pair) {

@@ -20,14 +20,17 @@ __device__ __forceinline__ void for_each_of_rows(Fragment<1, kCols>& f, Fragment
   }
 }
 
-// p = 2^(s c - lse), of lse as an exponent of 2: +inf for rows beyond the length and rows without keys, whose p is 0.
-template <int kCols>
-__device__ __forceinline__ void scores_to_p(Fragment<1, kCols>& s, const Params& params, const float* lse) {
-  for_each_of_rows(s, s, lse, [&](float& x, float&, float of_row) { x = ex2(fmaf(x, params.exponent_scale, -of_row)); });
+// What is kept of lse: its exponent of 2, or, where that has no fraction, twice lse itself, which is as large. +inf
+// stays what it is; it also stands for rows beyond the length and rows without keys, whose p is 0.
+__device__ __forceinline__ float kept_lse(float lse) {
+  const float exponent = lse * kLog2E, twice = 2 * lse;
+  if (!(fabsf(exponent) >= kLargeExponent)) return exponent;
+  const bool overflows = fabsf(twice) == pos_inf() && fabsf(lse) < pos_inf();
+  return overflows ? copysignf(__int_as_float(0x7f7fffff), lse) : twice;
 }
+__device__ __forceinline__ bool is_large(float kept) { return fabsf(kept) >= kLargeExponent && kept < pos_inf(); }
 
-// Whether an exponent of a row is so large that the FMA no longer meets it within a fraction, given lse as above.
-__device__ __forceinline__ bool is_large_exponent(float lse) { return fabsf(lse) >= kLargeExponent && lse < pos_inf(); }
+// Whether any of so many rows is: then large_scores_to_p.
 template <int kCols>
 __device__ __forceinline__ bool any_is_large(const float* lse) {
   bool large = false;
@@ -35,23 +38,25 @@ __device__ __forceinline__ bool any_is_large(const float* lse) {
   for (int i = 0; i < kCols; i += 32) {
     float of_row;
     ld_shared(of_row, shared_address(lse + i + lane_id()));
-    large |= is_large_exponent(of_row);
+    large |= is_large(of_row);
   }
   return __any_sync(kFullWarp, large);
 }
-// p where some are: the difference is taken first, in natural units, of products rounded as the forward rounded them
-// (recompute.cuh). `row_lse`: in natural units, of the fragment's first row, in global memory.
+
+// p = 2^(s c - lse).
 template <int kCols>
-__device__ __forceinline__ void large_scores_to_p(Fragment<1, kCols>& s, const Params& params, const float* lse,
-                                                  const float* row_lse) {
-  const float* of_lane = row_lse + 2 * (lane_id() % 4) * params.lse_stride.row;
-  int col = 0;
+__device__ __forceinline__ void scores_to_p(Fragment<1, kCols>& s, const Params& params, const float* lse) {
+  for_each_of_rows(s, s, lse,
+                   [&](float& x, float&, float of_row) { x = ex2(fmaf(x, params.exponent_scale, -of_row)); });
+}
+// The same, but of large lse the difference is taken first, in natural units, of products rounded as the forward
+// rounded them (recompute.cuh).
+template <int kCols>
+__device__ __forceinline__ void large_scores_to_p(Fragment<1, kCols>& s, const Params& params, const float* lse) {
   for_each_of_rows(s, s, lse, [&](float& x, float&, float of_row) {
-    float exponent = fmaf(x, params.exponent_scale, -of_row);
-    if (is_large_exponent(of_row))
-      exponent = add_rn(mul_rn(x, params.lse_scale), -of_lane[(col / 4 * 8 + col % 2) * params.lse_stride.row]) * kLog2E;
+    const float exponent = is_large(of_row) ? add_rn(mul_rn(x, params.lse_scale), -of_row / 2) * kLog2E
+                                            : fmaf(x, params.exponent_scale, -of_row);
     x = ex2(exponent > 0 ? 0 : exponent);
-    ++col;
   });
 }
 
