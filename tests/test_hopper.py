@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any
 
 import numpy as np
@@ -167,6 +168,36 @@ def test_a_warp_makes_planes_of_as_many_rows_as_the_kernel_says() -> None:
     text = (compile.kernels_dir() / "attention_planes.cu").read_text()
     assert f"kWarpRows = {hopper.PLANE_ROWS};" in text
     assert hopper.plane_warps(of_shape(9, 17, 64, heads=2)) == 2 * (2 + 3 + 3)
+
+
+def test_blocks_of_query_rows_have_as_many_bytes_of_counters_as_the_kernel_says() -> None:
+    from cuflash import compile
+
+    text = (compile.kernels_dir() / "include" / "dq_turns_sm90.cuh").read_text()
+    [record] = re.findall(r"struct DqTurn {(.*?)};", text, re.DOTALL)
+    assert 4 * len(re.findall(r"^  u32 ", record, re.MULTILINE)) == hopper.TURN_NBYTES
+
+
+@pytest.mark.parametrize("d", sorted(tiles.SM90_BACKWARD))
+def test_scratch_of_gradients_holds_row_vectors_sums_and_counters(d: int) -> None:
+    described = of_shape(1000, 300, d, np.float16, heads=3)
+    taken = hopper.backward(described)
+    assert taken is not None and taken.tile is tiles.SM90_BACKWARD[d]
+    assert 0 < tiles.sm90_backward_variant("float16", taken.tile, True).smem_bytes <= tiles.SMEM_LIMIT["90a"]
+    rows, blocks = 3 * memory.padded_rows(1000), -(-1000 // taken.tile.block_m)
+    sums = 4 * 3 * blocks * taken.tile.block_m * d
+    counts = hopper.CLAIMS_NBYTES + hopper.TURN_NBYTES * 3 * blocks
+    end = 8 * rows + sums + counts
+    assert hopper.backward_scratch(described, taken) == (0, 4 * rows, 8 * rows, 8 * rows + sums, end + 16, counts)
+
+
+def test_gradients_of_other_features_and_dtypes_are_for_other_kernels() -> None:
+    assert hopper.backward(of_shape(100, 90, 129, np.float16)) is None
+    assert hopper.backward(of_shape(100, 90, 64, np.float32)) is None
+    assert hopper.backward(of_shape(100, 90, 60, np.float16)) is None  # rows that do not begin at whole 16 bytes
+    for d, tile in ((8, 64), (64, 64), (72, 96), (104, 128), (128, 128)):
+        taken = hopper.backward(of_shape(100, 90, d, np.float16))
+        assert taken is not None and taken.tile.head_dim == tile
 
 
 def test_caps_at_the_ends_of_float32_are_for_other_kernels() -> None:

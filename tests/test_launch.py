@@ -490,6 +490,101 @@ def test_where_calls_may_overlap_each_has_zeros_of_its_own(
     assert not launch._zeros
 
 
+def half(*shape: int, layout: Layout | None = None) -> fake_gpu.ndarray:
+    return on_gpu(np.zeros(shape, np.float16), layout)
+
+
+def gradients_of(q: Any, k: Any, v: Any, **options: Any) -> tuple[Any, ...]:
+    """What `attention_backward` gives for arrays of zeros, of which nothing is computed."""
+    o = on_gpu(
+        np.zeros((*np.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2]), q.shape[-2], v.shape[-1]), q.dtype)
+    )
+    lse = on_gpu(np.zeros(o.shape[:-1], np.float32))
+    return cuflash.attention_backward(o, q, k, v, o, lse, **options)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize(
+    ("what", "q", "k", "v", "options"),
+    [
+        ("one head", half(200, 64), half(270, 64), half(270, 64), {"causal": True, "align": -3}),
+        ("fewer values", half(3, 200, 128), half(3, 270, 128), half(3, 270, 8), {}),
+        ("heads of groups", half(2, 3, 20, 72), half(2, 1, 27, 72), half(2, 1, 27, 72), {"window": (9, 2), "align": 0}),
+        ("axes swapped", *(half(3, n, 96, layout=Layout((1, 0, 2))) for n in (20, 27, 27)), {"scale": 2.0}),
+        ("rows apart", *(half(3, n, 64, layout=Layout(steps=(1, 2, 1))) for n in (20, 27, 27)), {}),
+    ],
+)
+def test_gradients_of_16_bits_have_a_kernel_on_hopper(
+    device: Pretended, what: str, q: Any, k: Any, v: Any, options: dict[str, Any], deterministic: bool
+) -> None:
+    device.become("sm90", "90a")
+    device.launched.clear()
+    gradients_of(q, k, v, deterministic=deterministic, **options)
+    delta, main = device.launched
+    assert (delta.operation, delta.family) == ("attention_delta", "sm90")
+    assert (main.operation, main.family, main.deterministic) == (tiles.FUSED, "sm90", deterministic)
+    assert device.grids[-1] == min(132, -(-k.shape[-2] // 128) * int(np.prod(k.shape[:-2])))
+    device.become("sm80", "90a")
+    device.launched.clear()
+    gradients_of(q, k, v, deterministic=deterministic, **options)
+    assert {variant.family for variant in device.launched} == {"sm80"}
+
+
+@pytest.mark.parametrize(
+    ("what", "q", "k", "v", "options"),
+    [
+        ("softcap", half(20, 64), half(27, 64), half(27, 64), {"softcap": 3.0}),
+        ("key_bias", half(20, 64), half(27, 64), half(27, 64), {"key_bias": on_gpu(np.zeros(27, np.float32))}),
+        ("scale", half(20, 64), half(27, 64), half(27, 64), {"scale": -1.0}),
+        ("many features", half(20, 136), half(27, 136), half(27, 64), {}),
+        ("rows that end within 16 bytes", half(20, 36), half(27, 36), half(27, 64), {}),
+        ("broadcast q", half(20, 64), half(3, 27, 64), half(3, 27, 64), {}),
+        ("k and v broadcast otherwise", half(3, 20, 64), half(27, 64), half(3, 27, 64), {}),
+        ("rows backwards", half(20, 64), half(27, 64, layout=Layout(steps=(-1, 1))), half(27, 64), {}),
+        ("an odd address", half(20, 64, layout=Layout(shift=1)), half(27, 64), half(27, 64), {}),
+        (
+            "an odd address of dk",
+            *map(half, (20, 27, 27), (64,) * 3),
+            {"out": (None, half(27, 64, layout=Layout(shift=1)), None)},
+        ),
+        (
+            "columns of dv apart",
+            *map(half, (20, 27, 27), (64,) * 3),
+            {"out": (None, None, half(27, 64, layout=Layout(steps=(1, 2))))},
+        ),
+        ("no dk", half(20, 64), half(27, 64), half(27, 64), {"need": ("q", "v")}),
+    ],
+)
+def test_other_gradients_are_the_portable_kernels_on_hopper(
+    device: Pretended, what: str, q: Any, k: Any, v: Any, options: dict[str, Any]
+) -> None:
+    device.become("sm90", "90a")
+    device.launched.clear()
+    gradients_of(q, k, v, **options)
+    assert {variant.family for variant in device.launched} == {"sm80"}
+
+
+@pytest.mark.parametrize("capturing", [True, False])
+def test_gradients_on_hopper_count_in_zeros(device: Pretended, monkeypatch: Any, capturing: bool) -> None:
+    """Of the stream, or of the call where that may overlap others: claims, and behind them a turn for each block of
+    query rows."""
+    device.become("sm90", "90a")
+    monkeypatch.setattr(launch, "_zeros", {})
+    monkeypatch.setattr(device, "stream", types.SimpleNamespace(ptr=5, is_capturing=lambda: capturing))
+    q, k = half(3, 1000, 128), half(3, 27, 128)
+    nbytes = cuflash.workspace_nbytes("attention_backward", q, k, k)
+    workspace = on_gpu(np.empty(nbytes, np.uint8))
+    device.zeroed.clear(), device.claims.clear()
+    gradients_of(q, k, k, workspace=workspace)
+    counts = hopper.CLAIMS_NBYTES + hopper.TURN_NBYTES * 3 * 16
+    if capturing:
+        assert device.zeroed == [(device.claims[-1], counts)] and not launch._zeros
+        assert 0 <= device.claims[-1] - workspace.data.ptr <= nbytes - counts
+    else:
+        [counters] = launch._zeros.values()
+        assert not device.zeroed and device.claims[-1] == counters.data.ptr and counters.nbytes >= counts
+
+
 @given(units=st.integers(1, 2000), blocks=st.integers(1, 10000), slots=st.integers(1, 600))
 def test_parts_of_the_keys(units: int, blocks: int, slots: int) -> None:
     """Each part has a block, all together are few waves, and fewer would fill the device less."""

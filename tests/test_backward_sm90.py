@@ -1,0 +1,260 @@
+"""Gradients by the kernel of the sm90 family that computes all of them, on a GPU, held to dense float64.
+
+What it takes is drawn and listed, with lengths that no block divides, sums over heads, and rows and keys that see
+nothing; deterministic it gives the same bits each time; it leaves its counters at 0; and what it does not take goes to
+the portable kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from backends import GPU, Layout, bits_dtype, dtype_of, normal, put
+from checks import (
+    check_backward,
+    compiled_kernels,  # noqa: F401 - a fixture
+    expect,
+    run,
+)
+from gpu_cases import Case, cases
+from hypothesis import event, given
+from hypothesis import strategies as st
+from test_gpu import examples, hopper_kernels, plain
+
+import cuflash
+from cuflash import tiles
+
+pytestmark = pytest.mark.gpu
+BACKEND = GPU
+OWN = f"{tiles.FUSED}_sm90"
+"""How the names of its variants begin."""
+
+both_modes = pytest.mark.parametrize("deterministic", [True, False], ids=["in order", "unordered"])
+both_dtypes = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+BANDS = (
+    {},
+    {"causal": True, "align": "bottom-right"},
+    {"window": (130, 20), "align": "top-left"},
+)
+
+
+def takes(launched: list[str]) -> bool:
+    """Whether the kernel is among the launched."""
+    return any(name.startswith(OWN) for name in launched)
+
+
+def in_16_bits(case: Case) -> Case:
+    """The case in a dtype and with features that it takes."""
+    dtype = case.dtype if case.dtype == "bfloat16" else "float16"
+    shapes = {name: (*shape[:-1], min(128, shape[-1])) for name, shape in (("q", case.q), ("k", case.k), ("v", case.v))}
+    values = "normal" if case.values == "small" and dtype != case.dtype else case.values
+    options = {name: value for name, value in case.options.items() if name != "precision"}
+    return replace(case, dtype=dtype, options=options, values=values, **shapes)
+
+
+@examples(400)
+@given(
+    case=cases("sm80", with_layouts=False).map(plain).map(in_16_bits),
+    has_dlse=st.booleans(),
+    deterministic=st.booleans(),
+)
+def test_drawn_calls(case: Case, has_dlse: bool, deterministic: bool) -> None:
+    with hopper_kernels("name") as launched:
+        check_backward(BACKEND, case, "sm90", None, True, has_dlse, deterministic=deterministic)
+    event(f"taken: {takes(launched)}")
+
+
+@both_dtypes
+@both_modes
+@pytest.mark.parametrize(("d", "e"), [(64, 64), (128, 128), (96, 96), (40, 64), (128, 8), (72, 120)])
+def test_it_takes_what_it_is_for(dtype: str, d: int, e: int, deterministic: bool) -> None:
+    """Lengths around those of blocks, more queries than keys and fewer, one row, and more blocks of keys than CTAs."""
+    for options in BANDS:
+        for heads, m, n in ((3, 333, 517), (2, 517, 333), (1, 1, 129), (2, 257, 1), (70, 190, 300), (1, 128, 17100)):
+            case = Case(dtype, (heads, m, d), (heads, n, d), (heads, n, e), None, options, {}, "normal", m)
+            with hopper_kernels("name") as launched:
+                check_backward(BACKEND, case, "sm90", None, True, m % 2 == 1, deterministic=deterministic)
+            assert takes(launched), (options, heads, m, n)
+
+
+@both_modes
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("options", BANDS, ids=str)
+@pytest.mark.parametrize(
+    ("q", "k", "grouped"),
+    [
+        ((2, 6), (2, 2), True),
+        ((4,), (1,), True),
+        ((3, 2), (1, 2), False),
+        ((5, 3), (), False),
+        ((2, 3, 2), (2, 1, 2), False),
+    ],
+    ids=str,
+)
+def test_dk_and_dv_are_summed_over_the_axes_that_k_and_v_lack(
+    q: tuple[int, ...], k: tuple[int, ...], grouped: bool, options: dict[str, Any], d: int, deterministic: bool
+) -> None:
+    options = options | ({"grouped_heads": True} if grouped else {})
+    case = Case("bfloat16", (*q, 200, d), (*k, 270, d), (*k, 270, d), None, options, {}, "normal", 11)
+    with hopper_kernels("name") as launched:
+        check_backward(BACKEND, case, "sm90", None, True, True, deterministic=deterministic)
+    assert takes(launched)
+
+
+@both_modes
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize(
+    ("m", "n", "options"),
+    [
+        (700, 200, {"causal": True, "align": "bottom-right"}),  # the first rows see no key
+        (200, 700, {"causal": True, "align": "top-left"}),  # no row sees the last keys
+        (400, 300, {"window": (10, 10), "align": -350}),
+        (300, 400, {"window": (0, 0), "align": 500}),  # nobody sees anything
+    ],
+    ids=str,
+)
+def test_rows_without_keys_and_keys_without_rows(
+    m: int, n: int, options: dict[str, Any], d: int, deterministic: bool
+) -> None:
+    case = Case("float16", (3, m, d), (3, n, d), (3, n, d), None, options, {}, "normal", 12)
+    with hopper_kernels("name") as launched:
+        check_backward(BACKEND, case, "sm90", None, True, True, deterministic=deterministic)
+    assert takes(launched)
+
+
+@both_modes
+def test_arrays_as_callers_have_them(deterministic: bool) -> None:
+    """Axes swapped, rows apart, results as well."""
+    for layout in (Layout((1, 0, 2)), Layout(pad=8), Layout(steps=(1, 2, 1)), Layout((1, 0, 2), pad=16)):
+        for d in (64, 96):
+            names = ("q", "k", "v", "do", "dq", "dk", "dv")
+            shapes = ((4, 300, d), (4, 270, d), (4, 270, d))
+            case = Case("bfloat16", *shapes, None, {}, dict.fromkeys(names, layout), "normal", 13)
+            with hopper_kernels("name") as launched:
+                check_backward(BACKEND, case, "sm90", None, True, False, deterministic=deterministic)
+            assert takes(launched)
+
+
+@pytest.mark.parametrize("d", [64, 96, 128])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "options"),
+    [(40, 40, {}), (40, 40, {"causal": True}), (48, 12, {"causal": True}), (40, 40, {"window": (100, 20)})],
+    ids=str,
+)
+def test_the_same_bits_every_time(d: int, heads: int, kv_heads: int, options: dict[str, Any]) -> None:
+    """Whichever CTA takes a block of keys, and whenever its parts of dq come."""
+    rng = np.random.default_rng(1)
+    grouped = {"grouped_heads": True} if kv_heads < heads else {}
+    shapes = [(count, 900, d) for count in (heads, kv_heads, kv_heads, heads)]
+    q, k, v, do = (put(BACKEND, normal(rng, shape, "bfloat16")) for shape in shapes)
+    bits = bits_dtype(dtype_of("bfloat16"))
+    with hopper_kernels("name") as launched:
+        o, lse = cuflash.attention(q, k, v, return_lse=True, **options, **grouped)
+        first = [x.view(bits) for x in cuflash.attention_backward(do, q, k, v, o, lse, **options, **grouped)]
+        for _ in range(200):
+            again = cuflash.attention_backward(do, q, k, v, o, lse, **options, **grouped)
+            assert all(bool((x == y.view(bits)).all()) for x, y in zip(first, again, strict=True))
+    assert takes(launched)
+
+
+@both_modes
+def test_counters_are_0_again(deterministic: bool) -> None:
+    """Of a stream, whatever was counted there, and of a caller's workspace."""
+    rng = np.random.default_rng(2)
+    launch = cuflash.calls.launcher()
+    with hopper_kernels("name") as launched:
+        for heads, m, n, d in ((3, 1000, 700, 64), (1, 5000, 300, 128), (20, 130, 2000, 128), (2, 64, 64, 96)):
+            q, k, v, do = (put(BACKEND, normal(rng, (heads, rows, d), "float16")) for rows in (m, n, n, m))
+            o, lse = cuflash.attention(q, k, v, return_lse=True)
+            cuflash.attention_backward(do, q, k, v, o, lse, deterministic=deterministic)
+            assert all(not x.any() for x in launch._zeros.values())
+    assert takes(launched)
+
+
+@both_modes
+@pytest.mark.parametrize("own_workspace", [True, False])
+def test_replays_of_a_graph(own_workspace: bool, deterministic: bool) -> None:
+    """Blocks are claimed, and turns taken, anew in each."""
+    import cupy
+
+    rng = np.random.default_rng(3)
+    versions = [[normal(rng, (6, 400, 64), "float16") for _ in range(4)] for _ in range(2)]
+    q, k, v, do = (put(BACKEND, x) for x in versions[0])
+    o, lse = cupy.empty_like(q), cupy.empty(q.shape[:-1], np.float32)
+    gradients = tuple(cupy.empty_like(q) for _ in range(3))
+    options = {"causal": True, "deterministic": deterministic}
+    with hopper_kernels("name") as launched:
+        workspace = BACKEND.empty_bytes(cuflash.workspace_nbytes("attention_backward", q, k, v, **options))
+        given = {"workspace": workspace} if own_workspace else {}
+        stream = cupy.cuda.Stream(non_blocking=True)
+        cupy.cuda.Device().synchronize()
+
+        def enqueue() -> None:
+            cuflash.attention(q, k, v, causal=True, return_lse=True, out=(o, lse))
+            cuflash.attention_backward(do, q, k, v, o, lse, out=gradients, **options, **given)
+
+        with stream:
+            enqueue()
+            stream.begin_capture()
+            enqueue()
+            graph = stream.end_capture()
+            for values in versions[::-1]:
+                for array, new in zip((q, k, v, do), values, strict=True):
+                    array.set(new)
+                for x in gradients:
+                    x.data.memset_async(255, x.nbytes, stream)
+                graph.launch(stream)
+                stream.synchronize()
+                wanted = expect(*values, family="sm90", causal=True)
+                for name, x in zip(("dq", "dk", "dv"), gradients, strict=True):
+                    wanted[name].check(BACKEND.get(x))
+    assert takes(launched)
+
+
+@pytest.mark.parametrize(
+    ("what", "changes"),
+    [
+        ("softcap", {"options": {"softcap": 3.0}}),
+        ("key_bias", {"key_bias": (270,)}),
+        ("a negative scale", {"options": {"scale": -0.1}}),
+        ("float32", {"dtype": "float32"}),
+        ("more features", {"q": (3, 200, 136), "k": (3, 270, 136)}),
+        ("features that are no whole 16 bytes", {"q": (3, 200, 36), "k": (3, 270, 36)}),
+        ("queries that are broadcast", {"q": (200, 64)}),
+        ("k and v that are broadcast otherwise", {"k": (270, 64)}),
+        ("rows backwards", {"layouts": {"k": Layout(steps=(1, -1, 1))}}),
+        ("q off its alignment", {"layouts": {"q": Layout(shift=1)}}),
+        ("dk off its alignment", {"layouts": {"dk": Layout(shift=1)}}),
+        ("columns of dv apart", {"layouts": {"dv": Layout(steps=(1, 1, 2))}}),
+    ],
+)
+def test_others_go_to_the_portable_kernels(what: str, changes: dict[str, Any]) -> None:
+    case = Case("float16", (3, 200, 64), (3, 270, 64), (3, 270, 64), None, {}, {}, "normal", 14)
+    with hopper_kernels("name") as launched:
+        check_backward(BACKEND, replace(case, **changes), "sm80", None, True, True)
+    assert not takes(launched), what
+
+
+def test_some_of_the_gradients_are_the_portable_kernels() -> None:
+    case = Case("float16", (3, 200, 64), (3, 270, 64), (3, 270, 64), None, {}, {}, "normal", 15)
+    for need in (("q",), ("k", "v")):
+        with hopper_kernels("name") as launched:
+            check_backward(BACKEND, case, "sm80", need, True, False)
+        assert not takes(launched)
+
+
+@both_modes
+@pytest.mark.parametrize("d", [64, 96, 128])
+def test_scores_beyond_the_fraction_of_a_float(d: int, deterministic: bool) -> None:
+    """Scores of 4e9 in some rows, beside small ones in the same tile: p is 1 in all, as there is one key."""
+    rng = np.random.default_rng(16)
+    q = np.where(np.arange(300)[:, None] % 3 == 1, 20001.0, rng.standard_normal((300, d))).astype(np.float16)
+    k = np.full((1, d), 20001, np.float16)
+    v, do = np.ones((1, d), np.float16), np.ones((300, d), np.float16)
+    with hopper_kernels("name") as launched:
+        got = run(BACKEND, q, k, v, do, deterministic=deterministic)
+    assert takes(launched)
+    assert (got.dv == 300).all() and np.isfinite(got.dq).all() and np.isfinite(got.dk).all()
