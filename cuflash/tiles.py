@@ -493,7 +493,7 @@ SPILLS = {
     ("16 bits", FUSED, 128): 64,  # 1.23 against 1.08
     ("16 bits", FUSED, 256): 64,  # 0.97; 0.84 with one stage, which spilled as much
     # In the producer's warpgroup, which has 24 registers: what it has at hand while it works out the next block of
-    # keys, and the consumers' between two of them; nothing in a step.
+    # keys.
     **{("16 bits", f"{FUSED}_sm90", d): 400 for d in (64, 96, 128)},
     ("float64", "attention_forward", 8): 96,  # addresses, once a block, on sm_100 and sm_120
     # By NVRTC 13.5 alone, and some targets.

@@ -469,8 +469,8 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
       wgmma_wait<0>(dk);
       wgmma_wait<0>(dv);
     }
-    const auto send = [&](auto& gradient) {
-      OperandA<sizeof(gradient) / sizeof(float) * 2> rounded;
+    const auto send = [&]<int kCols>(const Fragment<1, kCols>& gradient) {
+      OperandA<kCols> rounded;
       rounded.from(gradient);
       await_buffer();
       stage(shared_address(&smem.send[buffer.stage]) + (ds_at - shared_address(&smem.ds[0])), rounded);

@@ -1,6 +1,6 @@
-// dQ of the backward of sm_90: every CTA that has keys of a block of query rows has a part of its sum. Whoever comes first
-// stores its part in global memory, those in the middle add theirs there, and the last one adds what is there to its own
-// in registers and writes the result: memory is neither cleared before nor read again after.
+// dQ of the backward of sm_90: every CTA that has keys of a block of query rows has a part of its sum. Whoever comes
+// first stores its part in global memory, those in the middle add theirs there, and the last one adds what is there to
+// its own in registers and writes the result: memory is neither cleared before nor read again after.
 //
 // Deterministic, CTAs come by descending keys, as they claim them: each waits for CTAs that claimed their work before
 // it, and those are running. Else they come as they do, and draw numbers: whoever is not the first waits for the first
@@ -43,8 +43,7 @@ __device__ __forceinline__ int first_row_block(const Params& params, const Block
 
 // Of a CTA with keys of `key_block`, for query rows from row0 on.
 __device__ __forceinline__ DqRole ordered_role(const Params& params, int key_block, int row0) {
-  const BlockRange keys =
-      key_blocks(params, row0, min_of(params.seqlen_q, row0 + kTile.block_m), kTile.block_n);
+  const BlockRange keys = key_blocks(params, row0, min_of(params.seqlen_q, row0 + kTile.block_m), kTile.block_n);
   return {keys.end - 1 - key_block, keys.end - keys.begin};
 }
 
