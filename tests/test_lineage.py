@@ -401,6 +401,23 @@ def test_flash1_attention_of_many_tiles(
         check_flash1(backend, Attention(dtype, **shapes, options=options, layouts={}, seed=3))
 
 
+@pytest.mark.parametrize(("backend", "name"), FAMILIES)
+@pytest.mark.parametrize(("dtype", "scale"), [("float16", None), ("float32", 0.0), ("float64", -0.2)])
+def test_flash1_attention_of_rows_that_see_nothing(
+    backend: Backend, name: str, dtype: str, scale: float | None
+) -> None:
+    """All of them, over several tiles of keys: zeros, and statistics of nothing."""
+    m, n, d = 70, 1100, 64
+    rng = np.random.default_rng(0)
+    q, k, v = (put(backend, normal(rng, (2, length, d), dtype)) for length in (m, n, n))
+    with family(name):
+        state = lineage.flash1_attention(q, k, v, causal=True, align=-m, scale=scale, return_statistics=True)
+        gradients = lineage.flash1_attention_backward(q, q, k, v, *state, causal=True, align=-m, scale=scale)
+    o, maximum, total = map(backend.get, state)
+    assert not o.any() and (maximum == -np.inf).all() and not total.any()
+    assert not any(backend.get(x).any() for x in gradients)
+
+
 def check_flash1_backward(backend: Backend, case: Attention) -> None:
     """Gradients of a case against float64, and against those of cuflash itself."""
     x = case.arrays()

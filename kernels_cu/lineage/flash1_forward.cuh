@@ -140,8 +140,8 @@ __device__ __forceinline__ void flash1_forward(const Params& params, SharedStora
 
   for (int key0 = 0; key0 < params.seqlen_k; key0 += kTile.block_n) {
     // Every row passes by the first tile, so that rows without keys get their zeros; after that those that see some.
-    const int first_row = max_of(0, key0 - params.band_hi);
-    const int begin = key0 == 0 ? own.begin : max_of(own.begin, first_row / kTile.block_m);
+    const int first_row = key0 == 0 ? 0 : max_of(0, key0 - params.band_hi);
+    const int begin = max_of(own.begin, first_row / kTile.block_m);
     if (begin >= own.end || first_row >= params.seqlen_q) continue;
     __syncthreads();  // nobody reads the tile before any more
     load_q(begin);
