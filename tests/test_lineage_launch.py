@@ -113,9 +113,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
     monkeypatch.setattr(lineage_launch, "_bits", lambda x: x)  # by a constructor that NumPy has not
     monkeypatch.setattr(lineage_launch, "run", play)
-    monkeypatch.setattr(launch, "_target", lambda device: "90a")
-    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 132)
-    monkeypatch.setattr(launch, "_families", lambda device: launch.Families("sm80", True))
+    monkeypatch.setattr(launch, "device_target", lambda device: "90a")
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(launch, "device_families", lambda device: launch.Families("sm80", True))
     monkeypatch.setattr(compile, "kernel", lambda variant, device: None)
     yield
 
@@ -235,7 +235,7 @@ def test_flash1_is_told_where_everything_lies(
         for name, value in (("row_lse", largest), ("delta", total)):
             at(where[name], dtype, (*heads, 300, 1), (*strides[name][:4], 1))[...] = value
 
-    monkeypatch.setattr(launch, "_run", run)
+    monkeypatch.setattr(launch, "enqueue", run)
     got = lineage.flash1_attention(q, k, v, return_statistics=True, **options)
     host = [np.ascontiguousarray(np.asarray(a)) for a in (q, k, v)]
     for mine, want in zip(got, lineage.flash1_attention(*host, return_statistics=True, **options), strict=True):
@@ -274,7 +274,7 @@ def test_its_gradients_are_told_where_everything_lies(
         y["dq"][...], y["dv"][...] = scalars["scale"] * ds @ y["k"], p.swapaxes(-1, -2) @ y["dout"]
         y["dk"][...] = scalars["scale"] * ds.swapaxes(-1, -2) @ y["q"]
 
-    monkeypatch.setattr(launch, "_run", run)
+    monkeypatch.setattr(launch, "enqueue", run)
     got = lineage.flash1_attention_backward(do, q, k, v, *map(fake, state), **options)
     wanted = lineage.flash1_attention_backward(*host, *state, **options)
     for mine, want in zip(got, wanted, strict=True):
