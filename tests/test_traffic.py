@@ -215,7 +215,7 @@ def test_explain_argues_in_megabytes(capsys):
     rows = {line[:20].strip(): line[20:].split() for line in out.splitlines()}
     assert rows["standard attention"][3] == "memory" and rows["cuflash"][3] == "compute"
     assert float(rows["cuflash"][0]) == 4.2
-    assert "129.0 times fewer bytes" in out
+    assert "moves 129 times fewer bytes" in out
 
 
 def test_explain_times_are_bytes_or_operations_over_ceilings(capsys):
@@ -259,6 +259,35 @@ def test_explain_leaves_out_what_has_no_kernel(capsys):
     assert explain("--seqlen", 512, "--head-dim", 200, "--dtype", "float32") == 0
     out = capsys.readouterr().out
     assert "FlashAttention-1" not in out and "cuflash" in out
+
+
+def test_columns_of_explain_are_apart_and_small_numbers_are_there(capsys):
+    for options in (("--seqlen", 5 * 10**8, "--head-dim", 1, "--causal"), ("--seqlen", 1, "--head-dim", 1)):
+        assert explain(*options) == 0
+        out = capsys.readouterr().out
+        rows = {line[:20].strip(): line[20:].split() for line in out.splitlines()}
+        for title in cli_explain.ALGORITHMS.values():
+            moved, plain, _, bound, ms, _ = rows[title]
+            assert 0 < float(moved.replace(",", "")) <= float(plain.replace(",", ""))
+            assert bound in ("memory", "compute") and float(ms.replace(",", "")) > 0
+    assert out.startswith("1 head, 1 query, 1 key, 1 feature, float16")
+
+
+def test_explain_does_not_promise_what_cannot_be(capsys):
+    """Where both wait for the same, cuflash is no faster; where a few queries read all keys, too."""
+    assert explain("--seqlen", 8192, "--head-dim", 64, "--dtype", "float64", "--gpu", "RTX 4090") == 0
+    assert "at best both are equally fast here, being bound by compute" in capsys.readouterr().out
+    assert explain("--seqlen", 1, "--seqlen-k", 8192, "--head-dim", 128) == 0
+    assert "at best both are equally fast here, being bound by memory" in capsys.readouterr().out
+
+
+def test_explain_counts_parts_of_float32_where_there_are_some(capsys):
+    extra = {}
+    for gpu in ("H200", "A100"):
+        assert explain("--seqlen", 1024, "--head-dim", 64, "--dtype", "float32", "--gpu", gpu) == 0
+        [line] = (line for line in capsys.readouterr().out.splitlines() if line.startswith("cuflash  "))
+        extra[gpu] = float(line.split()[-1])
+    assert extra == {"H200": pytest.approx(6 * 3 * 1024 * 64 / MB, abs=0.05), "A100": 0}
 
 
 def test_explain_draws(tmp_path, capsys):
