@@ -31,6 +31,7 @@ def softmax(operation: str, x: Any, y: Any, maximum: Any, total: Any) -> None:
     batch["statistics"] = (0,) * (x.ndim - 1) if maximum is None else _elements(maximum)
     axes = memory.coalesce(x.shape[:-1], batch)
     rows = math.prod(axes.extents)
+    _check_rows(operation, rows)
     load = _load(dtype, x.shape[-1], axes, [(x, x_steps, "x")] + ([] if y is None else [(y, y_steps, "y")]))
     variant = lineage_tiles.softmax(operation, dtype, load, target, family)
     threads = variant.tile.threads
@@ -53,6 +54,12 @@ def check_standard(problem: Problem, operation: str) -> None:
             f"standard attention keeps a row of scores on chip: at most {most} keys in {problem.dtype} here, "
             f"got {problem.n}"
         )
+    _check_rows(operation, math.prod(problem.batch) * problem.m)
+
+
+def _check_rows(operation: str, rows: int) -> None:
+    if rows > params.MAX_INT:
+        raise NotImplementedError(f"{operation} counts rows in 32 bits: {rows} are too many, {params.MAX_INT} are not")
 
 
 def standard_attention(problem: Problem, q: Any, k: Any, v: Any, p: Any, o: Any) -> None:

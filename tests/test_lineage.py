@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from reference import unit_roundoff
 from scipy.special import softmax  # type: ignore[import-untyped]
 
 import cuflash
-from cuflash import compile, lineage, lineage_tiles, tiles
+from cuflash import compile, lineage, lineage_host, lineage_tiles, tiles
 
 BACKENDS = [pytest.param(HOST, id="host"), pytest.param(GPU, id="gpu", marks=pytest.mark.gpu)]
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -143,6 +144,17 @@ def test_infinite_and_nan_values_go_where_the_formula_sends_them(backend: Backen
         y = backend.get(function(put(backend, x)))
         assert np.isnan(y[:3]).all()
         assert (y[3] == np.float32(1 / 300)).all()
+    maximum, total = map(backend.get, lineage.softmax_statistics(put(backend, x)))
+    assert (maximum == [np.inf, 0, -np.inf, 0]).all() and np.isnan(total[:2]).all() and (total[2:] == [0, 300]).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_nan_shows_in_the_total_alone(backend: Backend) -> None:
+    """Of a row of nothing else, too, and where a whole block of a row is NaN."""
+    x = np.zeros((2, 2**21), np.float32)
+    x[0], x[1, : 2**20] = np.nan, np.nan
+    maximum, total = map(backend.get, lineage.softmax_statistics(put(backend, x)))
+    assert (maximum == [-np.inf, 0]).all() and np.isnan(total).all()
 
 
 @pytest.mark.parametrize("function", [lineage.safe_softmax, lineage.online_softmax, lineage.softmax_statistics])
@@ -327,6 +339,34 @@ def test_standard_attention_of_long_rows(backend: Backend, dtype: str) -> None:
         gradients = lineage.standard_attention_backward(do, q, k, v, p)
         got = dict(zip(("dq", "dk", "dv"), map(backend.get, gradients), strict=True))
         check_gradients(got, x, case.options, limits)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_memory_of_standard_attention_on_the_host(dtype: str) -> None:
+    """What the docstrings say, in matrices of q's dtype, with a tenth for everything that is not one."""
+    q = normal(np.random.default_rng(5), (2, 1000, 8), dtype)
+    _, p = lineage.standard_attention(q, q, q, causal=True, return_probabilities=True)
+    forward, backward = (3, 7) if dtype == "float16" else (2, 2)
+    for matrices, function in (
+        (forward, lambda: lineage.standard_attention(q, q, q, causal=True)),
+        (backward, lambda: lineage.standard_attention_backward(q, q, q, q, p)),
+    ):
+        tracemalloc.start()
+        function()
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert matrices - 1 < peak / p.nbytes < 1.1 * matrices + 0.1
+
+
+def test_no_room_for_the_matrix_is_said_to_be_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*_: Any) -> None:
+        raise MemoryError("none left")
+
+    monkeypatch.setattr(lineage_host, "standard_attention", no_room)
+    with pytest.raises(MemoryError, match="none left") as caught:
+        lineage.standard_attention(*QKV)
+    [note] = caught.value.__notes__
+    assert "(2, 3, 5) elements in float64" in note and "cuflash.attention" in note
 
 
 @pytest.mark.gpu

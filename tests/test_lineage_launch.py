@@ -289,3 +289,24 @@ def test_what_a_gpu_does_not_take() -> None:
     wide = fake(np.zeros((5, 129)))
     with pytest.raises(NotImplementedError, match="at most 128 features"):
         lineage.flash1_attention(wide, wide, wide)
+
+
+def test_more_rows_than_32_bits_count_are_refused_before_anything_is_allocated() -> None:
+    """Arrays of one element, broadcast."""
+    q, k = (fake(np.broadcast_to(np.zeros((1, 1, 1)), (2**16, length, 1))) for length in (2**15, 1))
+    with pytest.raises(NotImplementedError, match="2147483648 are too many"):
+        lineage.standard_attention(q, k, k)
+    with pytest.raises(NotImplementedError, match="2147483648 are too many"):
+        lineage_launch.softmax("online_softmax", q, None, None, None)
+
+
+def test_standard_attention_refuses_arrays_between_two_elements() -> None:
+    """cuBLAS would read them from a wrong address."""
+    q = fake(np.zeros((2, 4)))
+    off = fake(np.frombuffer(bytearray(72), np.uint8)[4:68].view(np.float64).reshape(2, 4))
+    assert off.data.ptr % 8 == 4
+    for name, arguments in (("q", (off, q, q)), ("v", (q, q, off))):
+        with pytest.raises(NotImplementedError, match=f"{name} starts between two elements"):
+            lineage.standard_attention(*arguments)
+    with pytest.raises(NotImplementedError, match="do starts between two elements"):
+        lineage.standard_attention_backward(off, q, q, q, fake(np.zeros((2, 2))))
