@@ -609,6 +609,8 @@ def flash1_attention_backward(
         problem.require(name, a, problem.lse)
     _require_own_inputs(problem)
     if problem.device >= 0:
+        for name, a in (("maximum", maximum), ("total", total)):
+            arrays.require_whole_elements(name, a)
         backend.check_flash1(problem, lineage_tiles.FLASH1_BACKWARD)
     with arrays.current(problem.device):
         gradients = _gradients(x)

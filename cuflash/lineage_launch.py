@@ -150,7 +150,7 @@ def flash1_attention_backward(
     target, family = kernels_of(problem.device, problem.dtype, operation)
     head_dim = lineage_tiles.bucket(max(problem.d, problem.e), problem.dtype, operation)
     assert head_dim is not None  # check_flash1
-    lse = maximum + cupy.log(total)  # -inf in a row without keys
+    lse = cupy.empty(problem.lse.shape, problem.lse.dtype)
     named = {"q": q, "k": k, "v": v, "dout": do, "o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
     layout = memory.layout_of(problem, {name: x.strides for name, x in named.items()})
     bits = {name: x.data.ptr & 15 for name, x in named.items()}
@@ -174,6 +174,8 @@ def flash1_attention_backward(
     )
     addresses = {name: x.data.ptr for name, x in named.items()}
     addresses |= {"row_lse": row_lse.data.ptr, "delta": delta.data.ptr, "dq_accum": sums.data.ptr}
+    cupy.log(total, out=lse)  # after everything that may raise; -inf in a row without keys
+    lse += maximum
     launch.enqueue(plan, [addresses.get(name, 0) for name in params.TENSORS])
 
 

@@ -310,3 +310,20 @@ def test_standard_attention_refuses_arrays_between_two_elements() -> None:
             lineage.standard_attention(*arguments)
     with pytest.raises(NotImplementedError, match="do starts between two elements"):
         lineage.standard_attention_backward(off, q, q, q, fake(np.zeros((2, 2))))
+
+
+def test_gradients_of_flash1_raise_before_anything_is_enqueued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where o has batch axes that no kernel follows, and where the statistics start between two elements."""
+    enqueued: list[Any] = []
+    for name in ("log", "add"):
+        monkeypatch.setattr(sys.modules["cupy"], name, lambda *args, **_: enqueued.append(args), raising=False)
+    monkeypatch.setattr(launch, "enqueue", lambda *args: enqueued.append(args))
+    shape = (2, 3, 2, 3, 5, 4)
+    q, statistics = fake(np.zeros(shape)), fake(np.zeros(shape[:-1]))
+    scattered = fake(np.zeros((3, 2, 3, 2, 5, 4)).transpose(3, 2, 1, 0, 4, 5))
+    with pytest.raises(NotImplementedError, match="independent ways"):
+        lineage.flash1_attention_backward(q, q, q, q, scattered, statistics, statistics)
+    off = fake(np.frombuffer(bytearray(8 * statistics.size + 8), np.uint8)[4:-4].view(np.float64)).reshape(shape[:-1])
+    with pytest.raises(NotImplementedError, match="total starts between two elements"):
+        lineage.flash1_attention_backward(q, q, q, q, q, statistics, off)
+    assert not enqueued
