@@ -30,7 +30,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--value-dim", type=int, metavar="E", help="features of v (default: as many)")
     parser.add_argument("--heads", type=int, default=1, metavar="H", help="heads in all, of all batch entries (1)")
     parser.add_argument("--dtype", choices=problem.DTYPES, default="float16")
-    parser.add_argument("--causal", action="store_true", help="each row sees the keys up to its own")
+    parser.add_argument("--causal", action="store_true", help="each row sees the keys up to its own, the last all")
     names = [row.name for row in ceilings.CEILINGS]
     parser.add_argument("--gpu", choices=names, help="whose ceilings (default: this machine's, where known, else H200)")
     parser.add_argument(

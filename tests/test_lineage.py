@@ -16,7 +16,7 @@ import reference
 import sass
 from backends import GPU, HOST, Backend, Layout, Placed, acc_dtype, dtype_of, normal, place, put, same_bits
 from gpu_cases import layouts
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from reference import unit_roundoff
 from scipy.special import softmax  # type: ignore[import-untyped]
@@ -44,8 +44,18 @@ def compute_capability() -> tuple[int, int]:
 # --- softmaxes -------------------------------------------------------------------------------------------------------
 
 
+SUM = 56
+"""Roundings, in eps, of a sum of exponentials. Those of the exponents weigh as much as the mean exponent, which is at
+most the logarithm of the number of elements, here below 14; in pairs, by Kahan, by lanes and by warps an element is
+added less than 20 times, and rescaled as often where that is by blocks."""
+
+
 def check_softmax(y: np.ndarray, x: np.ndarray, axis: int) -> None:
-    """y is the softmax of x up to its rounding to y's dtype, and up to those of a float32 or float64 computation."""
+    """y is the softmax of x up to its rounding to y's dtype, and up to those of a float32 or float64 computation.
+
+    An exponent t = x - max is rounded by eps/2 of itself, which moves exp(t) by less than eps, as |t| exp(t) < 1; the
+    sum is off by `SUM` eps of itself; exp and the quotient by a few.
+    """
     with np.errstate(all="ignore"):
         exact = softmax(x.astype(np.float64), axis=axis) if x.size else np.zeros(x.shape)
     assert y.shape == x.shape and y.dtype == x.dtype
@@ -53,7 +63,7 @@ def check_softmax(y: np.ndarray, x: np.ndarray, axis: int) -> None:
     assert (np.isnan(got) == np.isnan(exact)).all()
     largest = np.nan_to_num(exact).max(axis=axis, keepdims=True, initial=0)
     smallest = 2.0**-24 if y.dtype == np.float16 else 1e-37 if y.dtype.itemsize < 8 else 1e-300
-    allowed = unit_roundoff(y.dtype) * exact + smallest + 64 * np.finfo(acc_dtype(y.dtype.name)).eps * largest
+    allowed = unit_roundoff(y.dtype) * exact + smallest + (SUM + 8) * np.finfo(acc_dtype(y.dtype.name)).eps * largest
     wrong = np.abs(got - exact) > allowed
     assert not wrong.any(), f"{wrong.sum()} of {wrong.size}, by {np.nanmax(np.abs(got - exact) - allowed):.3g} too much"
 
@@ -66,7 +76,7 @@ def check_statistics(maximum: np.ndarray, total: np.ndarray, x: np.ndarray, axis
     assert (maximum == exact_max.astype(dtype)).all()
     reference = np.where(np.isneginf(exact_max), 0, exact_max)
     exact = np.exp(x.astype(np.float64) - np.expand_dims(reference, axis)).sum(axis=axis)
-    np.testing.assert_allclose(total, exact, rtol=64 * np.finfo(dtype).eps)
+    np.testing.assert_allclose(total, exact, rtol=SUM * np.finfo(dtype).eps)
 
 
 @st.composite
@@ -417,8 +427,7 @@ def check_flash1(backend: Backend, case: Attention) -> None:
 @settings(max_examples=150)
 @given(case=attentions(most_features=128))
 def test_flash1_attention(backend: Backend, name: str, case: Attention) -> None:
-    if name == "sm75" and case.dtype == "bfloat16":
-        return
+    assume(name != "sm75" or case.dtype != "bfloat16")
     supported(backend, case.dtype)
     with family(name):
         check_flash1(backend, case)
@@ -482,8 +491,7 @@ def check_flash1_backward(backend: Backend, case: Attention) -> None:
 @given(data=st.data())
 def test_flash1_attention_backward(backend: Backend, name: str, data: st.DataObject) -> None:
     case = data.draw(attentions(most_features=64, broadcast=backend is HOST))
-    if name == "sm75" and case.dtype == "bfloat16":
-        return
+    assume(name != "sm75" or case.dtype != "bfloat16")
     supported(backend, case.dtype)
     with family(name):
         check_flash1_backward(backend, case)
