@@ -22,6 +22,7 @@ constexpr int kPartKeys = min_of(kTile.block_n, sizeof(Operand) == 2 ? 64 : size
 constexpr int kParts = kTile.block_n / kPartKeys;
 static_assert(kParts * kPartKeys == kTile.block_n, "a tile of keys is whole parts");
 static_assert(kTile.block_m == 16 * kTile.warps, "each warp owns 16 rows");
+static_assert(kRowPadding % kTile.block_m == 0, "tiles of statistics are written whole");
 static_assert(kTile.value_dim == kTile.head_dim, "o is staged in q's tile");
 
 struct SharedStorage {
