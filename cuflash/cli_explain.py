@@ -12,7 +12,6 @@ from cuflash.ceilings import Ceiling
 from cuflash.traffic import Traffic
 
 MB = 1e6
-_WIDTHS = (16, 16, 12, 10, 11, 15)
 ALGORITHMS = {"standard": "standard attention", "flash1": "FlashAttention-1", "cuflash": "cuflash"}
 
 
@@ -31,7 +30,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--value-dim", type=int, metavar="E", help="features of v (default: as many)")
     parser.add_argument("--heads", type=int, default=1, metavar="H", help="heads in all, of all batch entries (1)")
     parser.add_argument("--dtype", choices=problem.DTYPES, default="float16")
-    parser.add_argument("--causal", action="store_true", help="each row sees the keys up to its own")
+    parser.add_argument("--causal", action="store_true", help="each row sees the keys up to its own, the last all")
     names = [row.name for row in ceilings.CEILINGS]
     parser.add_argument("--gpu", choices=names, help="whose ceilings (default: this machine's, where known, else H200)")
     parser.add_argument(
@@ -70,15 +69,14 @@ class Shape(NamedTuple):
             causal=self.causal, l2_bytes=l2_bytes,
         )  # fmt: skip
 
-    def extra_bytes(self, algorithm: str) -> int:
+    def extra_bytes(self, algorithm: str, gpu: Ceiling) -> int:
         """Memory beyond q, k, v and o, all heads."""
         if algorithm == "standard":
             return tiles.ITEMSIZE[self.dtype] * self.heads * self.m * self.n
         if algorithm == "flash1":  # o, l and m between passes
             return tiles.accumulator_bytes(self.dtype) * self.heads * self.m * (self.e + 2)
-        if self.dtype != "float32":
+        if self.dtype != "float32" or not gpu.splits_float32:
             return 0
-        # What compute capability 9.0 splits q, k and v into.
         return 2 * params.planes(self.dtype) * self.heads * (self.m * self.d + self.n * (self.d + self.e))
 
 
@@ -149,23 +147,24 @@ def _known(shape: Shape) -> Iterator[tuple[str, str]]:
 def _text(shape: Shape, gpu: Ceiling, origin: str) -> Iterator[str]:
     source = "measured" if gpu.measured else "data sheet"
     yield (
-        f"{shape.heads} head{'s' if shape.heads > 1 else ''}, {shape.m:,} queries, {shape.n:,} keys, {shape.d} features"
-        f"{f', {shape.e} of v' if shape.e != shape.d else ''}, {shape.dtype}{', causal' if shape.causal else ''}"
+        f"{_counted(shape.heads, 'head')}, {_counted(shape.m, 'quer', 'y', 'ies')}, {_counted(shape.n, 'key')}, "
+        f"{_counted(shape.d, 'feature')}{f', {shape.e} of v' if shape.e != shape.d else ''}, {shape.dtype}"
+        f"{', causal' if shape.causal else ''}"
     )
     flops, bandwidth = gpu.flops_of(shape.dtype), gpu.bytes_per_second
     yield (
-        f"{gpu.name} ({origin}; {source}): {bandwidth / 1e12:.2f} TB/s, {flops / 1e12:.0f} TFLOP/s in {shape.dtype}, "
-        f"ridge point {gpu.ridge(shape.dtype):.0f} FLOP/byte, L2 {gpu.l2_bytes / MB:.0f} MB"
+        f"{gpu.name} ({origin}; {source}): {bandwidth / 1e12:.2f} TB/s, {_many(flops / 1e12)} TFLOP/s in "
+        f"{shape.dtype}, ridge point {_many(gpu.ridge(shape.dtype))} FLOP/byte, L2 {gpu.l2_bytes / MB:.0f} MB"
     )
     matrix = shape.traffic("standard")["score_matrix"]
     yield ""
     yield (
-        f"The matrix of scores has {shape.m:,} x {shape.n:,} elements: {matrix / MB:,.1f} MB a head, where q, k, v and "
-        f"o have {shape.operands() / shape.heads / MB:,.1f} MB together."
+        f"The matrix of scores has {shape.m:,} x {shape.n:,} elements: {_mb(matrix)} MB a head, where q, k, v and "
+        f"o have {_mb(shape.operands() / shape.heads)} MB together."
     )
     yield (
         "Standard attention writes it, reads it for the softmax, writes the probabilities and reads them again: four "
-        f"passes, {4 * matrix / MB:,.1f} MB a head."
+        f"passes, {_mb(4 * matrix)} MB a head."
     )
     yield ""
     yield from _table(shape, gpu)
@@ -173,20 +172,42 @@ def _text(shape: Shape, gpu: Ceiling, origin: str) -> Iterator[str]:
     yield from _verdict(shape, gpu)
 
 
+def _counted(number: int, stem: str, one: str = "", many: str = "s") -> str:
+    return f"{number:,} {stem}{one if number == 1 else many}"
+
+
+def _many(value: float) -> str:
+    """Three digits, or all of those before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _short(value: float) -> str:
+    """One decimal, or two digits of what is less than 1."""
+    return f"{value:,.1f}" if value >= 1 else f"{value:.2g}"
+
+
+def _mb(nbytes: float) -> str:
+    return _short(nbytes / MB)
+
+
 def _table(shape: Shape, gpu: Ceiling) -> Iterator[str]:
-    header = ("memory traffic", "without an L2", "intensity", "bound by", "at best", "extra memory")
-    for words in (header, ("MB", "MB", "FLOP/byte", "", "ms", "MB")):
-        yield f"{'':<20}" + "".join(f"{word:>{width}}" for word, width in zip(words, _WIDTHS, strict=True))
+    lines = [
+        ("", "memory traffic", "without an L2", "intensity", "bound by", "at best", "extra memory"),
+        ("", "MB", "MB", "FLOP/byte", "", "ms", "MB"),
+    ]
     for algorithm, title in _known(shape):
         moved = shape.traffic(algorithm, gpu.l2_bytes)["total"]
         plain = shape.traffic(algorithm)["total"]
         bound, seconds = _at_best(shape, gpu, algorithm)
-        intensity = _work(shape, algorithm) / moved
-        cells = (
-            f"{moved / MB:,.1f}", f"{plain / MB:,.1f}", f"{intensity:,.0f}", bound, f"{1e3 * seconds:,.3f}",
-            f"{shape.extra_bytes(algorithm) / MB:,.1f}",
-        )  # fmt: skip
-        yield f"{title:<20}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, _WIDTHS, strict=True))
+        intensity, extra = _work(shape, algorithm) / moved, shape.extra_bytes(algorithm, gpu)
+        lines.append((title, _mb(moved), _mb(plain), f"{intensity:,.0f}", bound, _milliseconds(seconds), _mb(extra)))
+    first, *widths = (max(map(len, column)) for column in zip(*lines, strict=True))
+    for title, *cells in lines:
+        yield f"{title:<{first}}" + "".join(f"{cell:>{width + 3}}" for cell, width in zip(cells, widths, strict=True))
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:,.3f}" if seconds >= 1e-4 else f"{1e3 * seconds:.2g}"
 
 
 def _work(shape: Shape, algorithm: str) -> float:
@@ -204,7 +225,7 @@ def _at_best(shape: Shape, gpu: Ceiling, algorithm: str) -> tuple[str, float]:
 def _verdict(shape: Shape, gpu: Ceiling) -> Iterator[str]:
     known = [algorithm for algorithm, _ in _known(shape)]
     standard = shape.traffic("standard", gpu.l2_bytes)["total"]
-    needed = shape.operands() + shape.extra_bytes("standard")
+    needed = shape.operands() + shape.extra_bytes("standard", gpu)
     if needed > gpu.memory_bytes:
         yield (
             f"Standard attention needs {needed / MB:,.0f} MB, more than the {gpu.memory_bytes / MB:,.0f} MB of the "
@@ -213,11 +234,12 @@ def _verdict(shape: Shape, gpu: Ceiling) -> Iterator[str]:
     if "cuflash" not in known:
         return
     ours = shape.traffic("cuflash", gpu.l2_bytes)["total"]
-    times = [_at_best(shape, gpu, algorithm)[1] for algorithm in ("standard", "cuflash")]
-    same = "leaves out what the mask hides and" if shape.causal else "does the same arithmetic,"
-    yield (
-        f"cuflash {same} moves {standard / ours:,.1f} times fewer bytes, and could be {times[0] / times[1]:,.1f} times "
-        "as fast as standard attention."
+    (_, before), (bound, after) = (_at_best(shape, gpu, algorithm) for algorithm in ("standard", "cuflash"))
+    same = "leaves out what the mask hides, and" if shape.causal else "does the same arithmetic, and"
+    yield f"cuflash {same} moves {_many(standard / ours)} times fewer bytes: " + (
+        f"at best it is {_many(before / after)} times as fast as standard attention."
+        if before > 1.05 * after
+        else f"at best both are equally fast here, being bound by {bound}."
     )
     if tiles.ITEMSIZE[shape.dtype] * shape.n * (shape.d + shape.e) > gpu.l2_bytes:
         yield (
@@ -242,11 +264,16 @@ def _plot(shape: Shape, gpu: Ceiling, path: Path) -> None:
     axis.barh(titles, reads, color="tab:blue", label="read")
     axis.barh(titles, writes, left=reads, color="tab:orange", label="written")
     for at, x in enumerate(moved):
-        axis.text(x["total"] / MB, at, f" {x['total'] / MB:,.0f} MB", va="center")
-    axis.margins(x=0.2)
+        megabytes = x["total"] / MB
+        axis.text(megabytes, at, f" {_short(megabytes) if megabytes < 1e6 else f'{megabytes:.3g}'} MB", va="center")
+    axis.margins(x=0.32)
     axis.set_xlabel(f"device memory traffic of a forward pass, MB (model, {gpu.name})")
     heads = f"{shape.heads} heads, " if shape.heads > 1 else ""
     causal = ", causal" if shape.causal else ""
-    axis.set_title(f"{heads}{shape.m:,} x {shape.n:,}, {shape.d} features, {shape.dtype}{causal}", fontsize=10)
-    axis.legend(frameon=False, loc="lower right")
+    axis.locator_params(axis="x", nbins=6)
+    axis.xaxis.set_major_formatter(lambda x, _: f"{x:,g}")
+    axis.set_title(
+        f"{heads}{shape.m:,} x {shape.n:,}, {_counted(shape.d, 'feature')}, {shape.dtype}{causal}", fontsize=10
+    )
+    figure.legend(frameon=False, loc="outside right upper")  # bars may be equally long
     figure.savefig(path, dpi=150)

@@ -31,7 +31,7 @@ _MERGE_PARAMS = np.dtype(f"V{params.MERGE_SIZE}")
 
 
 @dataclass(frozen=True, eq=False)
-class _Launch:
+class Launch:
     """One kernel of a call, ready but for the pointers; equal to itself alone, which is quick to find out."""
 
     kernel: Any
@@ -67,11 +67,11 @@ class _Needs(NamedTuple):
 class _Plan(NamedTuple):
     """What a call does, but for the pointers."""
 
-    launches: tuple[_Launch, ...]
+    launches: tuple[Launch, ...]
     needs: _Needs | None = None
 
 
-class _Bits(NamedTuple):
+class Bits(NamedTuple):
     """Address bits below 16 of arrays that are accessed alike: what their alignment is not."""
 
     loads: int
@@ -101,8 +101,8 @@ def check(problem: Problem, operation: str) -> Families:
 def _check(problem: Problem, operation: str, asked: str | None) -> Families:
     families = _families_of(asked or None, problem.device)
     family = families.portable
-    target = _target(problem.device)
-    _check_dtype(operation, problem.dtype, target, family)
+    target = device_target(problem.device)
+    check_dtype(operation, problem.dtype, target, family)
     if problem.precision not in tiles.precisions(problem.dtype, family):
         raise NotImplementedError(
             f"{operation}_{family} has no {problem.precision}, which needs compute capability 8.0; precision=None works"
@@ -120,7 +120,7 @@ def _check(problem: Problem, operation: str, asked: str | None) -> Families:
     return families
 
 
-def _check_dtype(operation: str, dtype: str, target: str, family: str) -> None:
+def check_dtype(operation: str, dtype: str, target: str, family: str) -> None:
     if dtype not in tiles.dtypes(target, family):
         raise NotImplementedError(
             f"{operation}_{family} has no {dtype}, which needs compute capability 8.0; "
@@ -140,7 +140,7 @@ def workspace_nbytes(problem: Problem, operation: str) -> int:
     a count. Backward: two numbers a query row, and where one kernel may compute all gradients, a row of sums as
     wide as its tile and a count for each block of rows.
     """
-    families = _families(problem.device)
+    families = device_families(problem.device)
     if operation != "attention_backward":
         if sm90 := _sm90(problem, families):
             return hopper.scratch(problem, sm90).nbytes
@@ -154,22 +154,22 @@ def workspace_nbytes(problem: Problem, operation: str) -> int:
 def _few(problem: Problem, families: Families) -> tuple[few.Few, ...]:
     """The kernels for few features that can take a problem, best first."""
     device = problem.device
-    return few.forwards(problem, _target(device), families.portable, families.hopper, _multiprocessors(device))
+    return few.forwards(problem, device_target(device), families.portable, families.hopper, multiprocessors(device))
 
 
 def _sm90(problem: Problem, families: Families) -> hopper.Forward | None:
     """How the forward of the sm90 family takes a problem, None where another kernel does."""
     if not families.hopper or _few(problem, families):
         return None
-    return hopper.forward(problem, _multiprocessors(problem.device), _is_plain(problem))
+    return hopper.forward(problem, multiprocessors(problem.device), is_plain(problem))
 
 
 @lru_cache(maxsize=4096)
 def _fused_tile(problem: Problem, family: str) -> tiles.Tile | None:
     """The tile of the kernel for all gradients of problems like this, None where there is none."""
-    if not _is_plain(problem) or not problem.has_value:
+    if not is_plain(problem) or not problem.has_value:
         return None
-    dtype, target = problem.dtype, _target(problem.device)
+    dtype, target = problem.dtype, device_target(problem.device)
     head_dim = tiles.bucket(tiles.FUSED, dtype, "16", target, family, max(problem.d, problem.e))
     return None if head_dim is None else tiles.tile(tiles.FUSED, dtype, head_dim, "16", True, target, family)
 
@@ -181,7 +181,7 @@ def _fused_sums(problem: Problem, family: str) -> memory.Sums | None:
 
 def _sm90_backward(problem: Problem, families: Families) -> hopper.Backward | None:
     """How the backward of the sm90 family may take a problem, None where others do."""
-    if not families.hopper or not problem.has_value or not _is_plain(problem):
+    if not families.hopper or not problem.has_value or not is_plain(problem):
         return None
     return hopper.backward(problem)
 
@@ -204,12 +204,12 @@ def forward(
     o_strides, lse_strides = None if o is None else o.strides, None if lse is None else lse.strides
     launches, needs = _plan_forward(problem, families, o_strides, lse_strides, bits)
     if needs is None:
-        _run(launches, pointers)
+        enqueue(launches, pointers)
         return
     inputs = problem.inner_inputs(q, k, v, key_bias) if needs.copies else ()
     every_pointer = [*pointers]
     _held, zeros, nbytes = _provide(needs, problem.device, inputs, every_pointer, workspace)
-    _run(launches, every_pointer, zeros, nbytes)
+    enqueue(launches, every_pointer, zeros, nbytes)
 
 
 def _provide(
@@ -242,14 +242,14 @@ def backward(
     results, result_strides = _describe((dq, dk, dv, dkey_bias))
     tiles_in, rows_in = inputs[0] | inputs[1] | inputs[2] | inputs[6], inputs[4] | inputs[6]
     vectors = inputs[3] | inputs[5] | inputs[7] | results[3]
-    bits = (_Bits(tiles_in & 15, rows_in & 15, vectors & 15), *(x & 15 for x in results[:3]))
+    bits = (Bits(tiles_in & 15, rows_in & 15, vectors & 15), *(x & 15 for x in results[:3]))
     sm90 = _sm90_backward(problem, families)
     if sm90 and (sm90_plan := _plan_backward_sm90(problem, sm90, strides + result_strides, *bits)):
         launches, needs = sm90_plan
         assert needs is not None
         pointers = [*inputs, 0, 0, *results]
         _held, zeros, nbytes = _provide(needs, problem.device, (), pointers, workspace)
-        _run(launches, pointers, zeros, nbytes)
+        enqueue(launches, pointers, zeros, nbytes)
         return
     plan = _plan_backward(problem, families.portable, strides + result_strides, *bits)
     fused = next((launch.variant.tile for launch in plan if launch.variant.operation == tiles.FUSED), None)
@@ -258,7 +258,7 @@ def backward(
     delta, dq_accum, dq_turn, claims, _ = (row_lse + offset for offset in parts)
     absent = [0] * len(memory.PLANES)
     all_pointers = [*inputs, row_lse, delta, *results, dq_accum, dq_turn, *absent, claims]
-    _run(plan, all_pointers, dq_accum, claims + 16 - dq_accum if fused else 0)
+    enqueue(plan, all_pointers, dq_accum, claims + 16 - dq_accum if fused else 0)
 
 
 _zeros: dict[tuple[int, int], Any] = {}
@@ -339,18 +339,18 @@ def _describe(arrays: Sequence[Any]) -> tuple[list[int], tuple[memory.Strides | 
 
 
 @lru_cache(maxsize=1024)
-def _addressed(plan: tuple[_Launch, ...], pointers: tuple[int, ...]) -> tuple[tuple[_Launch, tuple[Any]], ...]:
+def _addressed(plan: tuple[Launch, ...], pointers: tuple[int, ...]) -> tuple[tuple[Launch, tuple[Any]], ...]:
     """The launches of a plan and what their kernels take, those of late kept: calls tend to find memory where others
     before them had it."""
     return tuple([(launch, _arguments(launch, pointers)) for launch in plan])
 
 
-def _arguments(launch: _Launch, pointers: tuple[int, ...]) -> tuple[Any]:
+def _arguments(launch: Launch, pointers: tuple[int, ...]) -> tuple[Any]:
     maps = b"".join([encode(pointers[tensor] + offset) for tensor, offset, _, encode in launch.maps])
     return (np.frombuffer(maps + params.pack(pointers, launch.tail), launch.packed)[0],)
 
 
-def _run(plan: tuple[_Launch, ...], pointers: Sequence[int], zeros: int = 0, nbytes: int = 0) -> None:
+def enqueue(plan: tuple[Launch, ...], pointers: Sequence[int], zeros: int = 0, nbytes: int = 0) -> None:
     """Enqueue the kernels, and before them zeros for so many bytes from an address on."""
     launches = _addressed(plan, tuple(pointers))  # first: the driver may refuse a tensor map
     if nbytes:
@@ -380,7 +380,7 @@ def _plan_forward(
     """``o_strides`` and ``lse_strides``: of the arrays as the caller shaped them; ``bits``: of the addresses of q, k,
     v, key_bias, o and lse those below 16."""
     q, k, v, key_bias, o, lse = bits
-    alike = _Bits(q | k | v, o, key_bias | lse)
+    alike = Bits(q | k | v, o, key_bias | lse)
     alike.check(problem.dtype)
     results = {
         like.name: problem.inner_strides(like, strides)
@@ -398,14 +398,14 @@ def _plan_forward(
     variant = _variant(problem, "attention_forward", families.portable, load)
     blocks = -(-problem.m // variant.tile.block_m)
     vector = memory.load_kind(problem.dtype, layout, ("o",), alike.rows) == "16"
-    return _Plan((_launch(problem, variant, layout, blocks, store_vector=vector),))
+    return _Plan((prepare(problem, variant, layout, blocks, store_vector=vector),))
 
 
 def _plan_sm90(
     problem: Problem,
     sm90: hopper.Forward,
     results: Mapping[str, memory.Strides],
-    bits: _Bits,
+    bits: Bits,
     key_bias_bits: int,
 ) -> _Plan | None:
     """None where the copy engine cannot follow the arrays."""
@@ -425,13 +425,13 @@ def _plan_sm90(
     output = None
     if problem.has_value and sm90.tile.q_stages > 1 and bits.rows % tma.ALIGNMENT == 0:
         output = hopper.output_map(problem, layout)
-    ctas = min(sm90.tiles, _multiprocessors(problem.device))
+    ctas = min(sm90.tiles, multiprocessors(problem.device))
     launches = [
-        _launch(taken, main, layout, store_vector=vector, sections=sm90.sections, maps=maps, output=output, ctas=ctas)
+        prepare(taken, main, layout, store_vector=vector, sections=sm90.sections, maps=maps, output=output, ctas=ctas)
     ]
     if sm90.planes > 1:
         split = tiles.row_variant("attention_planes", problem.dtype, "strided", "90a", "sm90", problem.precision)
-        launches.insert(0, _launch(taken, split, layout, ctas=-(-hopper.plane_warps(taken) // split.tile.warps)))
+        launches.insert(0, prepare(taken, split, layout, ctas=-(-hopper.plane_warps(taken) // split.tile.warps)))
     return _Plan(tuple(launches), _sm90_needs(problem, sm90, copied))
 
 
@@ -469,7 +469,7 @@ def _sm90_terms(problem: Problem, plain: bool) -> tuple[str, ...]:
 
 def _plan_few(problem: Problem, family: str, layout: memory.Layout, kernel: few.Few) -> _Plan:
     variant, key_warps, row_blocks, splits = kernel
-    main = _launch(problem, variant, layout, row_blocks * splits, splits=splits, key_warps=key_warps)
+    main = prepare(problem, variant, layout, row_blocks * splits, splits=splits, key_warps=key_warps)
     if splits == 1:
         return _Plan((main,))
     begin, nbytes = few.scratch(problem, kernel)
@@ -480,7 +480,7 @@ def _plan_few(problem: Problem, family: str, layout: memory.Layout, kernel: few.
     rows, warps = math.prod(layout.extents) * problem.m, merge.tile.warps
     shared = warps if splits > 32 else 1  # warps that share a row: its splits are more than lanes
     ctas = -(-rows * shared // warps)
-    merging = _launch(problem, merge, layout, splits=splits, key_warps=shared, ctas=ctas)
+    merging = prepare(problem, merge, layout, splits=splits, key_warps=shared, ctas=ctas)
     return _Plan((main, merging), _Needs(nbytes, parts))
 
 
@@ -495,13 +495,13 @@ def _plan_backward(
     problem: Problem,
     family: str,
     strides: tuple[memory.Strides | None, ...],
-    bits: _Bits,
+    bits: Bits,
     *gradient_bits: int,
-) -> tuple[_Launch, ...]:
+) -> tuple[Launch, ...]:
     """``gradient_bits``: address bits of dq, dk and dv."""
     bits.check(problem.dtype)
     for gradient in gradient_bits:
-        _Bits(gradient, 0, 0).check(problem.dtype)
+        Bits(gradient, 0, 0).check(problem.dtype)
     fused = _fused_tile(problem, family)
     sums = None if fused is None else memory.fused_sums(problem.m, fused)
     layout = memory.layout_of(problem, dict(zip(_BACKWARD_TENSORS, strides, strict=True)), sums)
@@ -510,13 +510,13 @@ def _plan_backward(
     vector = {name: memory.load_kind(problem.dtype, layout, (name,), own) == "16" for name, own in gradients}
     delta_load = memory.load_kind(problem.dtype, layout, ("o", "dout"), bits.rows)
     variant = _row_variant(problem, "attention_delta", family, "16" if delta_load == "16" else "strided")
-    plan = [_launch(problem, variant, layout, memory.padded_rows(problem.m) // (variant.tile.threads // 8))]
+    plan = [prepare(problem, variant, layout, memory.padded_rows(problem.m) // (variant.tile.threads // 8))]
     if fused and _is_fused(problem, layout, family, load, fused):
         return (*plan, *_fused(problem, layout, family, vector))
     if "dq" in layout.strides:
         variant = _variant(problem, "attention_backward_dq", family, load)
         blocks, loop = -(-problem.m // variant.tile.block_m), memory.summed_axes(layout, "dq")
-        plan.append(_launch(problem, variant, layout, blocks, loop, params.NEED_Q, vector["dq"]))
+        plan.append(prepare(problem, variant, layout, blocks, loop, params.NEED_Q, vector["dq"]))
     # One launch for the outputs that are summed over the same axes.
     groups: dict[tuple[int, ...], list[str]] = {}
     for name in _NEED:
@@ -529,7 +529,7 @@ def _plan_backward(
                 variant = _variant(problem, operation, family, load)
                 blocks, need = -(-problem.n // variant.tile.block_n), sum(_NEED[name] for name in names)
                 aligned = all(vector.get(name, True) for name in names)
-                plan.append(_launch(problem, variant, layout, blocks, loop, need, aligned))
+                plan.append(prepare(problem, variant, layout, blocks, loop, need, aligned))
     return tuple(plan)
 
 
@@ -538,14 +538,14 @@ def _plan_backward_sm90(
     problem: Problem,
     taken: hopper.Backward,
     strides: tuple[memory.Strides | None, ...],
-    bits: _Bits,
+    bits: Bits,
     *gradient_bits: int,
 ) -> _Plan | None:
     """None where the copy engine cannot follow the arrays, or not all gradients are asked for, or dk and dv are summed
     over different axes or dq over any."""
     bits.check(problem.dtype)
     for gradient in gradient_bits:
-        _Bits(gradient, 0, 0).check(problem.dtype)
+        Bits(gradient, 0, 0).check(problem.dtype)
     dq, dk, dv = gradient_bits
     if (bits.loads | dk | dv) % tma.ALIGNMENT:
         return None
@@ -564,11 +564,11 @@ def _plan_backward_sm90(
     delta = tiles.row_variant("attention_delta", problem.dtype, load, "90a", "sm90")
     main = tiles.sm90_backward_variant(problem.dtype, taken.tile, problem.deterministic)
     owned = math.prod(layout.extents[i] for i in range(memory.MAX_BATCH_AXES) if i not in summed)
-    ctas = min(-(-problem.n // taken.tile.block_n) * owned, _multiprocessors(problem.device))
+    ctas = min(-(-problem.n // taken.tile.block_n) * owned, multiprocessors(problem.device))
     launches = (
-        _launch(problem, delta, layout, memory.padded_rows(problem.m) // hopper.DELTA_ROWS),
+        prepare(problem, delta, layout, memory.padded_rows(problem.m) // hopper.DELTA_ROWS),
         replace(
-            _launch(
+            prepare(
                 problem, main, layout, loop=summed, store_vector=vector, sections=min(taken.sections, owned),
                 maps=maps, ctas=ctas,
             ),
@@ -584,12 +584,12 @@ def _plan_backward_sm90(
 
 
 def _backward_operations(problem: Problem, family: str) -> dict[str, tuple[str, ...]]:
-    return tiles.backward_operations(problem.dtype, max(problem.d, problem.e), _target(problem.device), family)
+    return tiles.backward_operations(problem.dtype, max(problem.d, problem.e), device_target(problem.device), family)
 
 
 def _bucket(problem: Problem, operation: str, family: str, load: str) -> int:
     """Tile head dim of an operation that has one wide enough: ``_check`` has refused more features."""
-    target, features = _target(problem.device), max(problem.d, problem.e)
+    target, features = device_target(problem.device), max(problem.d, problem.e)
     found = tiles.bucket(operation, problem.dtype, load, target, family, features)
     if found is None:
         raise KeyError(f"no row of {operation} in {problem.dtype} for {features} features on sm_{target}")
@@ -618,13 +618,13 @@ def _is_fused(problem: Problem, layout: memory.Layout, family: str, load: str, t
     # than the two products of five that separate kernels do twice.
     heads = math.prod(layout.extents[i] for i in range(memory.MAX_BATCH_AXES) if i not in summed)
     key_blocks, query_blocks = -(-problem.n // tile.block_n), -(-problem.m // tile.block_m)
-    processors = _multiprocessors(problem.device)
+    processors = multiprocessors(problem.device)
     idle = min(key_blocks, -(-processors // heads))
     busy = math.prod(layout.extents) * key_blocks * query_blocks / processors
     return 3 * idle <= busy
 
 
-def _fused(problem: Problem, layout: memory.Layout, family: str, vector: Mapping[str, bool]) -> tuple[_Launch, _Launch]:
+def _fused(problem: Problem, layout: memory.Layout, family: str, vector: Mapping[str, bool]) -> tuple[Launch, Launch]:
     """The main kernel, which adds to dq_accum, and the one that rounds that to dq."""
     main = _variant(problem, tiles.FUSED, family, "16")
     loop, need = memory.summed_axes(layout, "dk"), params.NEED_K | params.NEED_V
@@ -632,8 +632,8 @@ def _fused(problem: Problem, layout: memory.Layout, family: str, vector: Mapping
     convert = _row_variant(problem, "attention_convert", family, "strided")
     rows = -(-problem.m // (16 * convert.tile.warps))
     return (
-        _launch(problem, main, layout, blocks, loop, need, vector["dk"] and vector["dv"]),
-        _launch(problem, convert, layout, rows, memory.summed_axes(layout, "dq"), params.NEED_Q, vector["dq"]),
+        prepare(problem, main, layout, blocks, loop, need, vector["dk"] and vector["dv"]),
+        prepare(problem, convert, layout, rows, memory.summed_axes(layout, "dq"), params.NEED_Q, vector["dq"]),
     )
 
 
@@ -641,25 +641,25 @@ def _exponent_scale(problem: Problem) -> float:
     return problem.scale * LOG2E
 
 
-def _is_plain(problem: Problem) -> bool:
+def is_plain(problem: Problem) -> bool:
     """Whether the scale can wait until the exponent: nothing comes between, and it is positive and far from the ends of
     float32."""
     return problem.softcap is None and not problem.has_key_bias and 1e-30 < _exponent_scale(problem) < 1e30
 
 
 def _variant(problem: Problem, operation: str, family: str, load: str) -> compile.Variant:
-    dtype, target = problem.dtype, _target(problem.device)
+    dtype, target = problem.dtype, device_target(problem.device)
     head_dim = _bucket(problem, operation, family, load)
-    plain = _is_plain(problem) and tiles.has_plain(operation, head_dim, load)
+    plain = is_plain(problem) and tiles.has_plain(operation, head_dim, load)
     ordered = operation != tiles.FUSED or _is_ordered(problem)
     return tiles.variant(operation, dtype, head_dim, load, plain, target, family, problem.precision, ordered)
 
 
 def _row_variant(problem: Problem, operation: str, family: str, load: str) -> compile.Variant:
-    return tiles.row_variant(operation, problem.dtype, load, _target(problem.device), family)
+    return tiles.row_variant(operation, problem.dtype, load, device_target(problem.device), family)
 
 
-def _launch(
+def prepare(
     problem: Problem,
     variant: compile.Variant,
     layout: memory.Layout,
@@ -673,7 +673,7 @@ def _launch(
     maps: tuple[hopper.Map, ...] = (),
     output: hopper.Map | None = None,
     ctas: int | None = None,
-) -> _Launch:
+) -> Launch:
     """``ctas``: of the grid, where they are not so many ``blocks`` for each batch position."""
     grid_extents = [1 if i in loop else layout.extents[i] for i in range(memory.MAX_BATCH_AXES)]
     loop_extents = [layout.extents[i] if i in loop else 1 for i in range(memory.MAX_BATCH_AXES)]
@@ -704,11 +704,11 @@ def _launch(
     block = (variant.tile.threads,)
     if variant.operation == "attention_forward" and maps:
         maps += (output or hopper.NO_MAP,)
-    return _Launch(kernel, variant, (grid,), block, variant.smem_bytes, tail, maps, packed)
+    return Launch(kernel, variant, (grid,), block, variant.smem_bytes, tail, maps, packed)
 
 
 @cache
-def _target(device: int) -> str:
+def device_target(device: int) -> str:
     import cupy
 
     capability = cupy.cuda.Device(device).compute_capability
@@ -716,7 +716,7 @@ def _target(device: int) -> str:
 
 
 @cache
-def _multiprocessors(device: int) -> int:
+def multiprocessors(device: int) -> int:
     import cupy
 
     return int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
@@ -731,14 +731,14 @@ class Families(NamedTuple):
     """Whether it has the sm90 family, and nobody asked for another."""
 
 
-def _families(device: int) -> Families:
+def device_families(device: int) -> Families:
     """By ``CUFLASH_FAMILY``, which may change from call to call, else the best."""
     return _families_of(os.environ.get("CUFLASH_FAMILY") or None, device)
 
 
 @lru_cache
 def _families_of(asked: str | None, device: int) -> Families:
-    target = _target(device)
+    target = device_target(device)
     if asked is None:
         return Families(tiles.best_family(target), target == "90a")
     if asked not in ("sm75", "sm80", "sm90"):
@@ -779,14 +779,14 @@ def merge(os_: Any, lses: Any, o: Any, lse: Any) -> None:
         part_strides = memory.elements(os_.strides[0], itemsize), memory.elements(lses.strides[0], lse_itemsize)
     rows, value_dim = o.shape[-2:]
     for o_at, lse_at, *_ in described:
-        _Bits(o_at, 0, lse_at).check(o.dtype.name)
+        Bits(o_at, 0, lse_at).check(o.dtype.name)
     packed = params.pack_merge(
         described[:-1], described[-1], part_strides, (*axes.extents, rows, value_dim, count, int(stacked))
     )
     device, dtype = o.device.id, o.dtype.name
-    family, target = _families(device).portable, _target(device)
+    family, target = device_families(device).portable, device_target(device)
     if target == "75":  # the kernel itself, which has no tensor-core products, serves every dtype of the target
-        _check_dtype("attention_merge", dtype, target, family)
+        check_dtype("attention_merge", dtype, target, family)
     variant = tiles.row_variant("attention_merge", dtype, "strided", target, family)
     grid = -(-math.prod(axes.extents) * rows // variant.tile.warps)
     if grid > params.MAX_INT:

@@ -11,7 +11,9 @@ None of these is what to use where speed matters: that is `cuflash.attention`, w
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -62,8 +64,8 @@ def safe_softmax(x: Array, /, *, axis: int = -1) -> Array:
     ValueError
         No axis, or none of that number.
     NotImplementedError
-        On a GPU, more than three axes beside ``axis`` that step through memory in ways of their own; bfloat16 before
-        compute capability 8.0.
+        On a GPU, more than three axes beside ``axis`` that step through memory in ways of their own, 2^31 rows or more,
+        and bfloat16 before compute capability 8.0.
     ImportError, CompileError
         As in `cuflash.attention`.
 
@@ -150,7 +152,8 @@ def softmax_statistics(x: Array, /, *, axis: int = -1) -> tuple[Array, Array]:
     Returns
     -------
     maximum, total : array, shape of x without ``axis``
-        float32 (float64 for float64), in C order; -inf and 0 of a row without elements, or with none above -inf.
+        float32 (float64 for float64), in C order; -inf and 0 of a row without elements, or with none above -inf. A NaN
+        shows in the total, not in the maximum, which is that of the other elements.
 
     Raises
     ------
@@ -287,8 +290,10 @@ def standard_attention(
     TypeError, ValueError, ImportError, CompileError
         As in `cuflash.attention`.
     NotImplementedError
-        On a GPU, rows of scores that do not fit on a multiprocessor (the message says how many keys do), and bfloat16
-        before compute capability 8.0.
+        On a GPU, rows of scores that do not fit on a multiprocessor (the message says how many keys do), 2^31 rows or
+        more in all heads, and bfloat16 before compute capability 8.0.
+    MemoryError
+        No room for the matrix; its size is in the message. On a GPU this is CuPy's ``OutOfMemoryError``.
 
     Notes
     -----
@@ -313,8 +318,8 @@ def standard_attention(
     with_probabilities, problem = flag("return_probabilities", return_probabilities), x.problem
     backend = _backend(problem)
     if problem.device >= 0:
-        backend.check_standard(problem, lineage_tiles.ROW_SOFTMAX)
-    with arrays.current(problem.device):
+        _check_standard(x, lineage_tiles.ROW_SOFTMAX)
+    with arrays.current(problem.device), _matrix_named(problem):
         o, p = (result.empty(arrays.module(problem.device)) for result in _standard_results(problem))
         if problem.empty:
             zero(o)
@@ -354,14 +359,14 @@ def standard_attention_backward(
     ------
     TypeError, ValueError, ImportError, CompileError
         As in `standard_attention`.
-    NotImplementedError
+    NotImplementedError, MemoryError
         As in `standard_attention`, with half as many keys; on a GPU also inputs that are broadcast: give each batch
         position its own, and add up.
 
     Notes
     -----
     Memory beyond inputs and results is a second matrix of m n elements of q's dtype for each head. It is rounded to
-    that dtype as dP and as dS.
+    that dtype as dP and as dS. The host takes twice as much, or seven times for 16 bits, which it computes in float32.
 
     Dao et al. (2022), Algorithm 3.
 
@@ -383,8 +388,8 @@ def standard_attention_backward(
     problem.require("p", p, like_p)
     _require_own_inputs(problem)
     if problem.device >= 0:
-        backend.check_standard(problem, lineage_tiles.ROW_SOFTMAX_BACKWARD)
-    with arrays.current(problem.device):
+        _check_standard(x, lineage_tiles.ROW_SOFTMAX_BACKWARD, do=do, p=p)
+    with arrays.current(problem.device), _matrix_named(problem):
         gradients = _gradients(x)
         if problem.empty or problem.e == 0:
             for gradient in gradients:
@@ -392,6 +397,28 @@ def standard_attention_backward(
         else:
             backend.standard_attention_backward(problem, do, x.q, x.k, x.v, p, *gradients)
     return gradients
+
+
+def _check_standard(x: Inputs, operation: str, **more: Array) -> None:
+    """Raise NotImplementedError for a valid call that standard attention does not take on a GPU."""
+    for name, a in ({"q": x.q, "k": x.k, "v": x.v} | more).items():
+        arrays.require_whole_elements(name, a)
+    _launcher().check_standard(x.problem, operation)
+
+
+@contextmanager
+def _matrix_named(problem: Problem) -> Iterator[None]:
+    """Say what takes the memory where there is none left; the error stays what it is."""
+    try:
+        yield
+    except MemoryError as error:
+        p = _standard_results(problem)[1]
+        megabytes = math.prod(p.shape) * p.dtype.itemsize / 1e6
+        error.add_note(
+            f"standard attention has the whole matrix in memory: {p.shape} elements in {p.dtype} are {megabytes:,.1f} "
+            "MB; cuflash.attention has the same result without it"
+        )
+        raise
 
 
 def _standard_results(problem: Problem) -> tuple[Result, Result]:
@@ -446,7 +473,7 @@ def flash1_attention(
     memory, brought to the new maximum, and written again:
 
     .. math:: m' = \max(m, \max_j s_j), \quad l' = l\, e^{m - m'} + \sum_j e^{s_j - m'}, \quad
-              o' = rac{l\, e^{m - m'} o + \sum_j e^{s_j - m'} v_j}{l'}
+              o' = \frac{l\, e^{m - m'} o + \sum_j e^{s_j - m'} v_j}{l'}
 
     `cuflash.attention` has the loops the other way round: a query tile keeps o, l and m on chip, and it is keys and
     values that are read again.
@@ -582,6 +609,8 @@ def flash1_attention_backward(
         problem.require(name, a, problem.lse)
     _require_own_inputs(problem)
     if problem.device >= 0:
+        for name, a in (("maximum", maximum), ("total", total)):
+            arrays.require_whole_elements(name, a)
         backend.check_flash1(problem, lineage_tiles.FLASH1_BACKWARD)
     with arrays.current(problem.device):
         gradients = _gradients(x)

@@ -20,7 +20,7 @@ Array = NDArray[Any]
 BLOCK_SIZE = 2**20
 """Elements, about, that a pass over rows takes at a time."""
 KEY_BLOCK, ROW_BLOCK = 256, 128
-"""Of FlashAttention-1."""
+"""Of FlashAttention-1; standard attention masks as many rows at a time."""
 
 
 def safe_softmax(x: Array, y: Array, maximum: None = None, total: None = None) -> None:
@@ -29,7 +29,7 @@ def safe_softmax(x: Array, y: Array, maximum: None = None, total: None = None) -
     with np.errstate(all="ignore"):
         row_max = np.full(x.shape[:-1], -np.inf, dtype)
         for part in _blocks(x):
-            np.maximum(row_max, np.fmax.reduce(x[..., part].astype(dtype), axis=-1), out=row_max)
+            np.fmax(row_max, np.fmax.reduce(x[..., part].astype(dtype), axis=-1), out=row_max)
         row_sum = np.zeros_like(row_max)
         for part in _blocks(x):
             row_sum += _exponentials(x[..., part].astype(dtype), row_max).sum(axis=-1)
@@ -43,7 +43,7 @@ def online_softmax(x: Array, y: Array | None, maximum: Array | None, total: Arra
         row_max, row_sum = np.full(x.shape[:-1], -np.inf, dtype), np.zeros(x.shape[:-1], dtype)
         for part in _blocks(x):
             block = x[..., part].astype(dtype)
-            larger = np.maximum(row_max, np.fmax.reduce(block, axis=-1))
+            larger = np.fmax(row_max, np.fmax.reduce(block, axis=-1))
             row_sum = row_sum * _rescale(np, row_max, larger) + _exponentials(block, larger).sum(axis=-1)
             row_max = larger
         if y is not None:
@@ -67,16 +67,20 @@ def standard_attention(problem: Problem, q: Array, k: Array, v: Array, p: Array,
     """Fill p with the probabilities, of all of which there is memory, and o with their averages of v."""
     dtype = _accumulate(q)
     with np.errstate(all="ignore"):
-        scores = (_matmul(q, k.swapaxes(-1, -2), dtype) * dtype(problem.scale)).astype(p.dtype)
-        p[...] = scores  # what standard attention writes, and reads again
-        s = p.astype(dtype)
-        np.copyto(s, -np.inf, where=problem.band.hidden(0, problem.m, 0, problem.n))
+        s = np.empty(p.shape, dtype)
+        np.matmul(q.astype(dtype), k.swapaxes(-1, -2).astype(dtype), out=s)
+        s *= dtype(problem.scale)
+        p[...] = s  # what standard attention writes, and reads again
+        s[...] = p
+        for rows in _spans(problem.m, ROW_BLOCK):
+            np.copyto(s[..., rows, :], -np.inf, where=problem.band.hidden(rows.start, rows.stop, 0, problem.n))
         row_max = np.fmax.reduce(s, axis=-1, initial=-np.inf)
         _exponentials(s, row_max)
         row_sum = s.sum(axis=-1, keepdims=True)
         s /= np.where(row_sum == 0, 1, row_sum)
         p[...] = s
-        o[...] = _matmul(p, v, dtype)
+        s[...] = p
+        o[...] = np.matmul(s, v.astype(dtype))
 
 
 def standard_attention_backward(
@@ -86,8 +90,8 @@ def standard_attention_backward(
     dtype = _accumulate(q)
     with np.errstate(all="ignore"):
         _fill(dv, _matmul(p.swapaxes(-1, -2), do, dtype))
-        dp = _matmul(do, v.swapaxes(-1, -2), dtype).astype(p.dtype)  # as p, in memory
-        weights, ds = p.astype(dtype), dp.astype(dtype)
+        dp = _matmul(do, v.swapaxes(-1, -2), dtype).astype(p.dtype, copy=False)  # as p, in memory
+        weights, ds = p.astype(dtype, copy=False), dp.astype(dtype, copy=False)
         ds -= (weights * ds).sum(axis=-1, keepdims=True)
         ds *= weights
         dp[...] = ds
@@ -178,7 +182,7 @@ def _seeing(problem: Problem, keys: slice) -> Iterator[slice]:
 
 def _matmul(a: Array, b: Array, dtype: type[np.floating[Any]]) -> Array:
     """A product of matrices with sums of the accumulation dtype."""
-    product: Array = np.matmul(a.astype(dtype), b.astype(dtype))
+    product: Array = np.matmul(a.astype(dtype, copy=False), b.astype(dtype, copy=False))
     return product
 
 

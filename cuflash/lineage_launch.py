@@ -31,6 +31,7 @@ def softmax(operation: str, x: Any, y: Any, maximum: Any, total: Any) -> None:
     batch["statistics"] = (0,) * (x.ndim - 1) if maximum is None else _elements(maximum)
     axes = memory.coalesce(x.shape[:-1], batch)
     rows = math.prod(axes.extents)
+    _check_rows(operation, rows)
     load = _load(dtype, x.shape[-1], axes, [(x, x_steps, "x")] + ([] if y is None else [(y, y_steps, "y")]))
     variant = lineage_tiles.softmax(operation, dtype, load, target, family)
     threads = variant.tile.threads
@@ -53,6 +54,12 @@ def check_standard(problem: Problem, operation: str) -> None:
             f"standard attention keeps a row of scores on chip: at most {most} keys in {problem.dtype} here, "
             f"got {problem.n}"
         )
+    _check_rows(operation, math.prod(problem.batch) * problem.m)
+
+
+def _check_rows(operation: str, rows: int) -> None:
+    if rows > params.MAX_INT:
+        raise NotImplementedError(f"{operation} counts rows in 32 bits: {rows} are too many, {params.MAX_INT} are not")
 
 
 def standard_attention(problem: Problem, q: Any, k: Any, v: Any, p: Any, o: Any) -> None:
@@ -116,21 +123,21 @@ def flash1_attention(problem: Problem, q: Any, k: Any, v: Any, o: Any, maximum: 
     named = {"q": q, "k": k, "v": v, "o": o}
     layout = memory.layout_of(problem, {name: x.strides for name, x in named.items()})
     bits = [x.data.ptr & 15 for x in named.values()]
-    launch._Bits(bits[0] | bits[1] | bits[2], bits[3], 0).check(problem.dtype)
+    launch.Bits(bits[0] | bits[1] | bits[2], bits[3], 0).check(problem.dtype)
     load = memory.load_kind(problem.dtype, layout, ("q", "k", "v"), bits[0] | bits[1] | bits[2])
     vector = memory.load_kind(problem.dtype, layout, ("o",), bits[3]) == "16"
-    plain = launch._is_plain(problem)
+    plain = launch.is_plain(problem)
     variant = lineage_tiles.flash1(lineage_tiles.FLASH1_FORWARD, problem.dtype, head_dim, load, plain, target, family)
     tile, heads = variant.tile, math.prod(layout.extents)
     blocks = -(-problem.m // tile.block_m)
     # A CTA a head, as in the paper; where these do not fill the device, its rows are divided.
-    parts = tiles.splits(heads, blocks, launch._multiprocessors(problem.device))
+    parts = tiles.splits(heads, blocks, launch.multiprocessors(problem.device))
     state = cupy.empty(heads * blocks * tile.block_m * head_dim, problem.lse.dtype)
     strides = layout.strides | {"dq_accum": _in_order(layout.extents, blocks * tile.block_m * head_dim, head_dim)}
-    plan = launch._launch(problem, variant, layout._replace(strides=strides), parts, splits=parts, store_vector=vector)
+    plan = launch.prepare(problem, variant, layout._replace(strides=strides), parts, splits=parts, store_vector=vector)
     addresses = {name: x.data.ptr for name, x in named.items()}
     addresses |= {"row_lse": maximum.data.ptr, "delta": total.data.ptr, "dq_accum": state.data.ptr}
-    launch._run((plan,), [addresses.get(name, 0) for name in params.TENSORS])
+    launch.enqueue((plan,), [addresses.get(name, 0) for name in params.TENSORS])
 
 
 def flash1_attention_backward(
@@ -143,16 +150,16 @@ def flash1_attention_backward(
     target, family = kernels_of(problem.device, problem.dtype, operation)
     head_dim = lineage_tiles.bucket(max(problem.d, problem.e), problem.dtype, operation)
     assert head_dim is not None  # check_flash1
-    lse = maximum + cupy.log(total)  # -inf in a row without keys
+    lse = cupy.empty(problem.lse.shape, problem.lse.dtype)
     named = {"q": q, "k": k, "v": v, "dout": do, "o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
     layout = memory.layout_of(problem, {name: x.strides for name, x in named.items()})
     bits = {name: x.data.ptr & 15 for name, x in named.items()}
     operands, rows = bits["q"] | bits["k"] | bits["v"] | bits["dout"], bits["o"] | bits["dout"]
-    launch._Bits(operands, rows, 0).check(problem.dtype)
+    launch.Bits(operands, rows, 0).check(problem.dtype)
     load = memory.load_kind(problem.dtype, layout, ("q", "k", "v", "dout"), operands)
     row_load = memory.load_kind(problem.dtype, layout, ("o", "dout"), rows)
     vector = memory.load_kind(problem.dtype, layout, ("dk", "dv"), bits["dk"] | bits["dv"]) == "16"
-    variant = lineage_tiles.flash1(operation, problem.dtype, head_dim, load, launch._is_plain(problem), target, family)
+    variant = lineage_tiles.flash1(operation, problem.dtype, head_dim, load, launch.is_plain(problem), target, family)
     heads, padded = math.prod(layout.extents), memory.padded_rows(problem.m)
     row_lse, delta = (cupy.empty(heads * padded, problem.lse.dtype) for _ in range(2))
     sums = cupy.empty(heads * padded * head_dim, problem.lse.dtype)
@@ -162,12 +169,14 @@ def flash1_attention_backward(
         "attention_delta", problem.dtype, "16" if row_load == "16" else "strided", target, family
     )
     plan = (
-        launch._launch(problem, of_rows, layout, padded // (of_rows.tile.threads // 8)),
-        launch._launch(problem, variant, layout, store_vector=vector),
+        launch.prepare(problem, of_rows, layout, padded // (of_rows.tile.threads // 8)),
+        launch.prepare(problem, variant, layout, store_vector=vector),
     )
     addresses = {name: x.data.ptr for name, x in named.items()}
     addresses |= {"row_lse": row_lse.data.ptr, "delta": delta.data.ptr, "dq_accum": sums.data.ptr}
-    launch._run(plan, [addresses.get(name, 0) for name in params.TENSORS])
+    cupy.log(total, out=lse)  # after everything that may raise; -inf in a row without keys
+    lse += maximum
+    launch.enqueue(plan, [addresses.get(name, 0) for name in params.TENSORS])
 
 
 def _in_order(extents: tuple[int, int, int], count: int, row: int) -> memory.Strides:
@@ -246,8 +255,8 @@ def _row_softmax(operation: str, x: Any, y: Any, band: tuple[int, int]) -> None:
 
 def kernels_of(device: int, dtype: str, operation: str) -> tuple[str, str]:
     """Target and portable family of a device; NotImplementedError where it has no kernels of the dtype."""
-    target, family = launch._target(device), launch._families(device).portable
-    launch._check_dtype(operation, dtype, target, family)
+    target, family = launch.device_target(device), launch.device_families(device).portable
+    launch.check_dtype(operation, dtype, target, family)
     return target, family
 
 

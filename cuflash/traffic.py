@@ -7,7 +7,6 @@ caches there are; what an L2 takes off is a choice of the caller's (``l2_bytes``
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, TypedDict
@@ -53,8 +52,8 @@ class _Shape:
 class _Passes(NamedTuple):
     """Bytes read and written, of one head."""
 
-    reads: float
-    writes: float
+    reads: int
+    writes: int
 
 
 def memory_traffic(
@@ -88,7 +87,7 @@ def memory_traffic(
 
     The matrix is m n s bytes a head. The softmaxes are those of its rows, however they came about; 'standard' keeps a
     row on chip between its one load and its one store. With ``causal``, tiles that no row of theirs sees are left out
-    of 'flash1' and 'cuflash'; the others go over the whole matrix all the same.
+    of 'flash1', but for the first of a row, and of 'cuflash'; the others go over the whole matrix all the same.
 
     Parameters
     ----------
@@ -131,9 +130,9 @@ def memory_traffic(
 
     Notes
     -----
-    Not counted are lse; k and v for each further part where 'flash1' divides the rows of a head; and what float32 on
-    compute capability 9.0 does before: q, k and v are split into 16-bit parts, of 6 bytes an element in place of 4,
-    which are written once and read in their place.
+    Not counted are lse; k and v for each further part where 'flash1' divides the rows of a head, and zeros that fill
+    its o between passes up to 64, 128 or 256 features; and what float32 on compute capability 9.0 does before: q, k and
+    v are split into 16-bit parts, of 6 bytes an element in place of 4, which are written once and read in their place.
 
     The count for standard attention and FlashAttention-1 is that of Dao et al., "FlashAttention: Fast and
     Memory-Efficient Exact Attention with IO-Awareness" (2022), Algorithms 0 and 1 and Theorem 2, with constants; that
@@ -171,7 +170,7 @@ def memory_traffic(
         scores=itemsize * m * n, sums=accumulator * m * e, statistics=2 * accumulator * m, l2_bytes=cache,
     )  # fmt: skip
     passes = _MODELS[algorithm](shape)
-    reads, writes = (heads * round(x) for x in passes)
+    reads, writes = (heads * x for x in passes)
     return {"reads": reads, "writes": writes, "score_matrix": shape.scores, "total": reads + writes}
 
 
@@ -218,29 +217,64 @@ def _standard(x: _Shape) -> _Passes:
 
 
 def _flash1(x: _Shape) -> _Passes:
-    key_tiles = math.ceil(x.n / x.block_n)
-    # Of a query tile, the mean over all: those of key tiles that it sees.
-    seen = _seen_tiles(x) / math.ceil(x.m / x.block_m) if x.causal else key_tiles
     if x.heads * (x.q + x.sums + x.statistics) <= x.l2_bytes:
         return _Passes(x.q + x.k + x.v, x.o + x.statistics)
-    again = max(seen - 1, 0)
-    reads = x.k + x.v + seen * x.q + again * (x.sums + x.statistics)
-    return _Passes(reads, again * x.sums + seen * x.statistics + x.o)
+    # Rows that pass by key tiles, in all: those without keys by the first, too, where they get their zeros.
+    passing = x.m * _key_tiles(x)
+    if x.causal:
+        tiles_seen, _, blind = _seen(x)
+        passing = (tiles_seen - _key_tiles(x) + blind) * x.block_m + _last_rows(x) * _key_tiles(x)
+    again = passing - x.m
+    reads = x.k + x.v + passing * (x.q // x.m) + again * ((x.sums + x.statistics) // x.m)
+    return _Passes(reads, again * (x.sums // x.m) + passing * (x.statistics // x.m) + x.o)
 
 
 def _cuflash(x: _Shape) -> _Passes:
     if x.k + x.v <= x.l2_bytes:
         return _Passes(x.q + x.k + x.v, x.o)
-    if not x.causal:
-        return _Passes(x.q + math.ceil(x.m / x.block_m) * (x.k + x.v), x.o)
-    key_tiles = math.ceil(x.n / x.block_n)
-    return _Passes(x.q + _seen_tiles(x) / key_tiles * (x.k + x.v), x.o)
+    keys = _seen(x)[1] if x.causal else -(-x.m // x.block_m) * x.n
+    return _Passes(x.q + keys * ((x.k + x.v) // x.n), x.o)
 
 
-def _seen_tiles(x: _Shape) -> int:
-    """Pairs of a query tile and a key tile of which some row sees some key, under a causal band aligned at the end."""
-    ends = (min(x.m, row + x.block_m) + x.n - x.m for row in range(0, x.m, x.block_m))
-    return sum(math.ceil(max(0, end) / x.block_n) for end in ends)
+def _key_tiles(x: _Shape) -> int:
+    return -(-x.n // x.block_n)
+
+
+def _last_rows(x: _Shape) -> int:
+    """Rows of the last query tile."""
+    return (x.m - 1) % x.block_m + 1
+
+
+def _seen(x: _Shape) -> tuple[int, int, int]:
+    """Under a causal band aligned at the end: pairs of a query tile and a key tile of which some row sees some key, the
+    keys of these key tiles, and the query tiles that see none."""
+    before = -(-x.m // x.block_m) - 1  # query tiles but for the last, whose last row sees every key
+    first_end = x.block_m + x.n - x.m  # keys up to the last that the first of them sees
+    blind = min(before, max(0, -first_end // x.block_m + 1))
+    start = first_end + blind * x.block_m + x.block_n - 1
+    pairs = _floor_sum(before - blind, x.block_n, x.block_m, start)
+    # How many of them see the last key tile, which may have fewer keys.
+    whole = (_key_tiles(x) - 1) * x.block_n
+    last = min(before, max(0, -(-(x.n - _last_rows(x) - whole) // x.block_m)))
+    keys = (pairs - last) * x.block_n + last * (x.n - whole)
+    return pairs + _key_tiles(x), keys + x.n, blind
+
+
+def _floor_sum(count: int, divisor: int, step: int, start: int) -> int:
+    """The sum of (start + i * step) // divisor over i < count, in as many steps as Euclid's algorithm takes.
+
+    Examples
+    --------
+    >>> _floor_sum(5, 3, 2, 1), sum((1 + 2 * i) // 3 for i in range(5))
+    (7, 7)
+    """
+    total = 0
+    while count > 0:
+        total += count * (count - 1) // 2 * (step // divisor) + count * (start // divisor)
+        step, start = step % divisor, start % divisor
+        count, start = divmod(step * count + start, divisor)
+        divisor, step = step, divisor
+    return total
 
 
 def _safe_softmax(x: _Shape) -> _Passes:

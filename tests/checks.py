@@ -97,14 +97,14 @@ def fused() -> Iterator[list[str]]:
     launch = cuflash.calls.launcher()
     launched: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        run = launch._run
+        run = launch.enqueue
 
         def recorded(plan: Any, *more: Any) -> None:
             launched.extend(kernel.variant.operation for kernel in plan)
             run(plan, *more)
 
-        patch.setattr(launch, "_run", recorded)
-        patch.setattr(launch, "_multiprocessors", lambda device: 1)
+        patch.setattr(launch, "enqueue", recorded)
+        patch.setattr(launch, "multiprocessors", lambda device: 1)
         launch._plan_backward.cache_clear()
         yield launched
     launch._plan_backward.cache_clear()

@@ -73,14 +73,14 @@ def hopper_kernels(what: str = "family") -> Iterator[list[str]]:
     """Make the launcher take the sm90 family, and yield this field of the variants that are launched meanwhile."""
     launch = cuflash.calls.launcher()
     launched: list[str] = []
-    run = launch._run
+    run = launch.enqueue
 
     def recorded(plan: Any, *more: Any) -> None:
         launched.extend(getattr(x.variant, what) for x in plan)
         run(plan, *more)
 
     with family("sm90"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "_run", recorded)
+        patch.setattr(launch, "enqueue", recorded)
         yield launched
 
 
@@ -681,7 +681,7 @@ def multiprocessors(count: int) -> Iterator[None]:
     """Make the launcher share out the work as for a device of so many."""
     launch = cuflash.calls.launcher()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "_multiprocessors", lambda device: count)
+        patch.setattr(launch, "multiprocessors", lambda device: count)
         launch._plan_forward.cache_clear()
         try:
             yield

@@ -218,7 +218,7 @@ def test_a_problem_has_the_terms_that_it_asks_for() -> None:
         ({"softcap": 30.0, **bias}, ("Softcap", "KeyBias")),
     ):
         described = of_shape(100, 100, 64, np.float16, **options)
-        assert launch._sm90_terms(described, launch._is_plain(described)) == terms
+        assert launch._sm90_terms(described, launch.is_plain(described)) == terms
         assert terms in tiles.SM90_TERMS
 
 

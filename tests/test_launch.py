@@ -63,7 +63,7 @@ class Pretended:
                 if hasattr(function, "cache_clear"):
                     function.cache_clear()
         self.target = target
-        self.patch.setattr(launch, "_target", lambda device: target)
+        self.patch.setattr(launch, "device_target", lambda device: target)
         self.patch.setattr(gpu_cases, "target", lambda: target)
         self.patch.setenv("CUFLASH_FAMILY", family)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,13 +16,13 @@ import reference
 import sass
 from backends import GPU, HOST, Backend, Layout, Placed, acc_dtype, dtype_of, normal, place, put, same_bits
 from gpu_cases import layouts
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from reference import unit_roundoff
 from scipy.special import softmax  # type: ignore[import-untyped]
 
 import cuflash
-from cuflash import compile, lineage, lineage_tiles, tiles
+from cuflash import compile, lineage, lineage_host, lineage_tiles, tiles
 
 BACKENDS = [pytest.param(HOST, id="host"), pytest.param(GPU, id="gpu", marks=pytest.mark.gpu)]
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -43,8 +44,18 @@ def compute_capability() -> tuple[int, int]:
 # --- softmaxes -------------------------------------------------------------------------------------------------------
 
 
+SUM = 56
+"""Roundings, in eps, of a sum of exponentials. Those of the exponents weigh as much as the mean exponent, which is at
+most the logarithm of the number of elements, here below 14; in pairs, by Kahan, by lanes and by warps an element is
+added less than 20 times, and rescaled as often where that is by blocks."""
+
+
 def check_softmax(y: np.ndarray, x: np.ndarray, axis: int) -> None:
-    """y is the softmax of x up to its rounding to y's dtype, and up to those of a float32 or float64 computation."""
+    """y is the softmax of x up to its rounding to y's dtype, and up to those of a float32 or float64 computation.
+
+    An exponent t = x - max is rounded by eps/2 of itself, which moves exp(t) by less than eps, as |t| exp(t) < 1; the
+    sum is off by `SUM` eps of itself; exp and the quotient by a few.
+    """
     with np.errstate(all="ignore"):
         exact = softmax(x.astype(np.float64), axis=axis) if x.size else np.zeros(x.shape)
     assert y.shape == x.shape and y.dtype == x.dtype
@@ -52,7 +63,7 @@ def check_softmax(y: np.ndarray, x: np.ndarray, axis: int) -> None:
     assert (np.isnan(got) == np.isnan(exact)).all()
     largest = np.nan_to_num(exact).max(axis=axis, keepdims=True, initial=0)
     smallest = 2.0**-24 if y.dtype == np.float16 else 1e-37 if y.dtype.itemsize < 8 else 1e-300
-    allowed = unit_roundoff(y.dtype) * exact + smallest + 64 * np.finfo(acc_dtype(y.dtype.name)).eps * largest
+    allowed = unit_roundoff(y.dtype) * exact + smallest + (SUM + 8) * np.finfo(acc_dtype(y.dtype.name)).eps * largest
     wrong = np.abs(got - exact) > allowed
     assert not wrong.any(), f"{wrong.sum()} of {wrong.size}, by {np.nanmax(np.abs(got - exact) - allowed):.3g} too much"
 
@@ -65,7 +76,7 @@ def check_statistics(maximum: np.ndarray, total: np.ndarray, x: np.ndarray, axis
     assert (maximum == exact_max.astype(dtype)).all()
     reference = np.where(np.isneginf(exact_max), 0, exact_max)
     exact = np.exp(x.astype(np.float64) - np.expand_dims(reference, axis)).sum(axis=axis)
-    np.testing.assert_allclose(total, exact, rtol=64 * np.finfo(dtype).eps)
+    np.testing.assert_allclose(total, exact, rtol=SUM * np.finfo(dtype).eps)
 
 
 @st.composite
@@ -143,6 +154,17 @@ def test_infinite_and_nan_values_go_where_the_formula_sends_them(backend: Backen
         y = backend.get(function(put(backend, x)))
         assert np.isnan(y[:3]).all()
         assert (y[3] == np.float32(1 / 300)).all()
+    maximum, total = map(backend.get, lineage.softmax_statistics(put(backend, x)))
+    assert (maximum == [np.inf, 0, -np.inf, 0]).all() and np.isnan(total[:2]).all() and (total[2:] == [0, 300]).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_nan_shows_in_the_total_alone(backend: Backend) -> None:
+    """Of a row of nothing else, too, and where a whole block of a row is NaN."""
+    x = np.zeros((2, 2**21), np.float32)
+    x[0], x[1, : 2**20] = np.nan, np.nan
+    maximum, total = map(backend.get, lineage.softmax_statistics(put(backend, x)))
+    assert (maximum == [-np.inf, 0]).all() and np.isnan(total).all()
 
 
 @pytest.mark.parametrize("function", [lineage.safe_softmax, lineage.online_softmax, lineage.softmax_statistics])
@@ -329,6 +351,34 @@ def test_standard_attention_of_long_rows(backend: Backend, dtype: str) -> None:
         check_gradients(got, x, case.options, limits)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_memory_of_standard_attention_on_the_host(dtype: str) -> None:
+    """What the docstrings say, in matrices of q's dtype, with a tenth for everything that is not one."""
+    q = normal(np.random.default_rng(5), (2, 1000, 8), dtype)
+    _, p = lineage.standard_attention(q, q, q, causal=True, return_probabilities=True)
+    forward, backward = (3, 7) if dtype == "float16" else (2, 2)
+    for matrices, function in (
+        (forward, lambda: lineage.standard_attention(q, q, q, causal=True)),
+        (backward, lambda: lineage.standard_attention_backward(q, q, q, q, p)),
+    ):
+        tracemalloc.start()
+        function()
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert matrices - 1 < peak / p.nbytes < 1.1 * matrices + 0.1
+
+
+def test_no_room_for_the_matrix_is_said_to_be_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*_: Any) -> None:
+        raise MemoryError("none left")
+
+    monkeypatch.setattr(lineage_host, "standard_attention", no_room)
+    with pytest.raises(MemoryError, match="none left") as caught:
+        lineage.standard_attention(*QKV)
+    [note] = caught.value.__notes__
+    assert "(2, 3, 5) elements in float64" in note and "cuflash.attention" in note
+
+
 @pytest.mark.gpu
 def test_standard_attention_names_its_limits_on_a_gpu() -> None:
     q, k = put(GPU, np.zeros((1, 8), np.float64)), put(GPU, np.zeros((40000, 8), np.float64))
@@ -377,8 +427,7 @@ def check_flash1(backend: Backend, case: Attention) -> None:
 @settings(max_examples=150)
 @given(case=attentions(most_features=128))
 def test_flash1_attention(backend: Backend, name: str, case: Attention) -> None:
-    if name == "sm75" and case.dtype == "bfloat16":
-        return
+    assume(name != "sm75" or case.dtype != "bfloat16")
     supported(backend, case.dtype)
     with family(name):
         check_flash1(backend, case)
@@ -399,6 +448,23 @@ def test_flash1_attention_of_many_tiles(
     shapes = {"q": (2, m, d), "k": (1, n, d), "v": (2, n, d)}
     with family(name):
         check_flash1(backend, Attention(dtype, **shapes, options=options, layouts={}, seed=3))
+
+
+@pytest.mark.parametrize(("backend", "name"), FAMILIES)
+@pytest.mark.parametrize(("dtype", "scale"), [("float16", None), ("float32", 0.0), ("float64", -0.2)])
+def test_flash1_attention_of_rows_that_see_nothing(
+    backend: Backend, name: str, dtype: str, scale: float | None
+) -> None:
+    """All of them, over several tiles of keys: zeros, and statistics of nothing."""
+    m, n, d = 70, 1100, 64
+    rng = np.random.default_rng(0)
+    q, k, v = (put(backend, normal(rng, (2, length, d), dtype)) for length in (m, n, n))
+    with family(name):
+        state = lineage.flash1_attention(q, k, v, causal=True, align=-m, scale=scale, return_statistics=True)
+        gradients = lineage.flash1_attention_backward(q, q, k, v, *state, causal=True, align=-m, scale=scale)
+    o, maximum, total = map(backend.get, state)
+    assert not o.any() and (maximum == -np.inf).all() and not total.any()
+    assert not any(backend.get(x).any() for x in gradients)
 
 
 def check_flash1_backward(backend: Backend, case: Attention) -> None:
@@ -425,8 +491,7 @@ def check_flash1_backward(backend: Backend, case: Attention) -> None:
 @given(data=st.data())
 def test_flash1_attention_backward(backend: Backend, name: str, data: st.DataObject) -> None:
     case = data.draw(attentions(most_features=64, broadcast=backend is HOST))
-    if name == "sm75" and case.dtype == "bfloat16":
-        return
+    assume(name != "sm75" or case.dtype != "bfloat16")
     supported(backend, case.dtype)
     with family(name):
         check_flash1_backward(backend, case)

@@ -113,9 +113,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
     monkeypatch.setattr(lineage_launch, "_bits", lambda x: x)  # by a constructor that NumPy has not
     monkeypatch.setattr(lineage_launch, "run", play)
-    monkeypatch.setattr(launch, "_target", lambda device: "90a")
-    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 132)
-    monkeypatch.setattr(launch, "_families", lambda device: launch.Families("sm80", True))
+    monkeypatch.setattr(launch, "device_target", lambda device: "90a")
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(launch, "device_families", lambda device: launch.Families("sm80", True))
     monkeypatch.setattr(compile, "kernel", lambda variant, device: None)
     yield
 
@@ -235,7 +235,7 @@ def test_flash1_is_told_where_everything_lies(
         for name, value in (("row_lse", largest), ("delta", total)):
             at(where[name], dtype, (*heads, 300, 1), (*strides[name][:4], 1))[...] = value
 
-    monkeypatch.setattr(launch, "_run", run)
+    monkeypatch.setattr(launch, "enqueue", run)
     got = lineage.flash1_attention(q, k, v, return_statistics=True, **options)
     host = [np.ascontiguousarray(np.asarray(a)) for a in (q, k, v)]
     for mine, want in zip(got, lineage.flash1_attention(*host, return_statistics=True, **options), strict=True):
@@ -274,7 +274,7 @@ def test_its_gradients_are_told_where_everything_lies(
         y["dq"][...], y["dv"][...] = scalars["scale"] * ds @ y["k"], p.swapaxes(-1, -2) @ y["dout"]
         y["dk"][...] = scalars["scale"] * ds.swapaxes(-1, -2) @ y["q"]
 
-    monkeypatch.setattr(launch, "_run", run)
+    monkeypatch.setattr(launch, "enqueue", run)
     got = lineage.flash1_attention_backward(do, q, k, v, *map(fake, state), **options)
     wanted = lineage.flash1_attention_backward(*host, *state, **options)
     for mine, want in zip(got, wanted, strict=True):
@@ -289,3 +289,41 @@ def test_what_a_gpu_does_not_take() -> None:
     wide = fake(np.zeros((5, 129)))
     with pytest.raises(NotImplementedError, match="at most 128 features"):
         lineage.flash1_attention(wide, wide, wide)
+
+
+def test_more_rows_than_32_bits_count_are_refused_before_anything_is_allocated() -> None:
+    """Arrays of one element, broadcast."""
+    q, k = (fake(np.broadcast_to(np.zeros((1, 1, 1)), (2**16, length, 1))) for length in (2**15, 1))
+    with pytest.raises(NotImplementedError, match="2147483648 are too many"):
+        lineage.standard_attention(q, k, k)
+    with pytest.raises(NotImplementedError, match="2147483648 are too many"):
+        lineage_launch.softmax("online_softmax", q, None, None, None)
+
+
+def test_standard_attention_refuses_arrays_between_two_elements() -> None:
+    """cuBLAS would read them from a wrong address."""
+    q = fake(np.zeros((2, 4)))
+    off = fake(np.frombuffer(bytearray(72), np.uint8)[4:68].view(np.float64).reshape(2, 4))
+    assert off.data.ptr % 8 == 4
+    for name, arguments in (("q", (off, q, q)), ("v", (q, q, off))):
+        with pytest.raises(NotImplementedError, match=f"{name} starts between two elements"):
+            lineage.standard_attention(*arguments)
+    with pytest.raises(NotImplementedError, match="do starts between two elements"):
+        lineage.standard_attention_backward(off, q, q, q, fake(np.zeros((2, 2))))
+
+
+def test_gradients_of_flash1_raise_before_anything_is_enqueued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where o has batch axes that no kernel follows, and where the statistics start between two elements."""
+    enqueued: list[Any] = []
+    for name in ("log", "add"):
+        monkeypatch.setattr(sys.modules["cupy"], name, lambda *args, **_: enqueued.append(args), raising=False)
+    monkeypatch.setattr(launch, "enqueue", lambda *args: enqueued.append(args))
+    shape = (2, 3, 2, 3, 5, 4)
+    q, statistics = fake(np.zeros(shape)), fake(np.zeros(shape[:-1]))
+    scattered = fake(np.zeros((3, 2, 3, 2, 5, 4)).transpose(3, 2, 1, 0, 4, 5))
+    with pytest.raises(NotImplementedError, match="independent ways"):
+        lineage.flash1_attention_backward(q, q, q, q, scattered, statistics, statistics)
+    off = fake(np.frombuffer(bytearray(8 * statistics.size + 8), np.uint8)[4:-4].view(np.float64)).reshape(shape[:-1])
+    with pytest.raises(NotImplementedError, match="total starts between two elements"):
+        lineage.flash1_attention_backward(q, q, q, q, q, statistics, off)
+    assert not enqueued

@@ -22,6 +22,7 @@ constexpr int kPartKeys = min_of(kTile.block_n, sizeof(Operand) == 2 ? 64 : size
 constexpr int kParts = kTile.block_n / kPartKeys;
 static_assert(kParts * kPartKeys == kTile.block_n, "a tile of keys is whole parts");
 static_assert(kTile.block_m == 16 * kTile.warps, "each warp owns 16 rows");
+static_assert(kRowPadding % kTile.block_m == 0, "tiles of statistics are written whole");
 static_assert(kTile.value_dim == kTile.head_dim, "o is staged in q's tile");
 
 struct SharedStorage {
@@ -140,8 +141,8 @@ __device__ __forceinline__ void flash1_forward(const Params& params, SharedStora
 
   for (int key0 = 0; key0 < params.seqlen_k; key0 += kTile.block_n) {
     // Every row passes by the first tile, so that rows without keys get their zeros; after that those that see some.
-    const int first_row = max_of(0, key0 - params.band_hi);
-    const int begin = key0 == 0 ? own.begin : max_of(own.begin, first_row / kTile.block_m);
+    const int first_row = key0 == 0 ? 0 : max_of(0, key0 - params.band_hi);
+    const int begin = max_of(own.begin, first_row / kTile.block_m);
     if (begin >= own.end || first_row >= params.seqlen_q) continue;
     __syncthreads();  // nobody reads the tile before any more
     load_q(begin);
