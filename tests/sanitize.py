@@ -146,7 +146,7 @@ def main() -> None:
     """Run all problems on both families."""
     GPU.xp.cuda.set_allocator(None)
     # So that the kernel for all gradients also takes problems too small to gain from it.
-    cuflash.calls.launcher()._multiprocessors = lambda device: 1
+    cuflash.calls.launcher().multiprocessors = lambda device: 1
     hopper.WORTH_PLANES = 0  # nor for those of the sm90 family
     for family in FAMILIES:
         if family == "sm90" and target() != "90a":
