@@ -105,9 +105,12 @@ def fused() -> Iterator[list[str]]:
 
         patch.setattr(launch, "enqueue", recorded)
         patch.setattr(launch, "multiprocessors", lambda device: 1)
-        launch._plan_backward.cache_clear()
+        plans = launch._plan_backward, launch._plan_backward_sm90
+        for planned in plans:
+            planned.cache_clear()
         yield launched
-    launch._plan_backward.cache_clear()
+    for planned in plans:
+        planned.cache_clear()
 
 
 def finite(results: Iterable[np.ndarray | None]) -> bool:
