@@ -26,9 +26,8 @@ constexpr int kConsumers = 2, kStages = kTile.stages;
 constexpr bool kSplitRows = kTile.block_m == 128;
 // Of each thread: all of 504.
 constexpr int kProducerRegisters = 24, kConsumerRegisters = (504 - kProducerRegisters) / 2;
-// Where registers are left for p beside ds, the products of dv run under ds, and those of dk under what is done with
-// dq. Else the next scores do.
-constexpr bool kPrefetchesScores = kSplitRows, kEarlyP = !kSplitRows;
+// Where registers are left for p beside ds, the products of dv run under ds.
+constexpr bool kEarlyP = !kSplitRows;
 constexpr int kDsBuffers = 2, kSendBuffers = 2;
 constexpr int kStagers = 4 * kConsumers;  // warps that fill a buffer of results
 // The producer works out the next one while that of the tile before is still read.
@@ -262,6 +261,7 @@ __device__ __forceinline__ void send_buffer(const TmaParams& tma, SharedStorage&
   u64& free = smem.send_free[number];
   for (u32 parity = 0;; parity ^= 1) {
     mbarrier_wait(smem.send_filled[number], parity);
+    fence_async_proxy();  // the copy engine is to see what all of them have written
     const Sending sending = smem.sending[number];
     if (sending.what == Sending::kNothing) return;
     if (sending.what != Sending::kDq) {
@@ -347,11 +347,6 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
     buffer.next();
   };
   Scores s;
-  const auto issue_scores = [&] {
-    int row0 = group_key0;
-    asm volatile("" : "+r"(row0));  // its descriptors are made again each time, not kept in local memory
-    issue_nt<kTile.head_dim>(s, smem.k, row0, smem.q[q.stage]);
-  };
 
   for (TileState tile;; tile.next()) {
     const u32 parity = tile.parity;
@@ -369,23 +364,19 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
       const int key0 = work.block * kTile.block_n;
       Step step(work);
       int left = work.steps;
-      const auto begin_scores = [&] {
-        mbarrier_wait(smem.q_barriers[q.stage].full, q.parity);
-        issue_scores();
-      };
-      if constexpr (kPrefetchesScores) begin_scores();
       mbarrier_wait(smem.v_barriers.full, parity);
       do {
         const int row0 = step.block * kTile.block_m;
-        const PipelineState<kStages> own = q;
-        if constexpr (!kPrefetchesScores) begin_scores();
-        const float* lse = smem.rows[own.stage].lse;
+        mbarrier_wait(smem.q_barriers[q.stage].full, q.parity);
+        int scores_row0 = group_key0;
+        asm volatile("" : "+r"(scores_row0));  // its descriptors are made again each time, not kept in local memory
+        issue_nt<kTile.head_dim>(s, smem.k, scores_row0, smem.q[q.stage]);
+        const float* lse = smem.rows[q.stage].lse;
         const bool large = any_is_large<kTile.block_m>(lse);
         Scores dp;
-        mbarrier_wait(smem.dout_barriers[own.stage].full, own.parity);
-        if constexpr (kPrefetchesScores) wgmma_wait<0>(s);
-        issue_nt<kTile.value_dim>(dp, smem.v, group_key0, smem.dout[own.stage]);
-        if constexpr (!kPrefetchesScores) wgmma_wait<1>(s);
+        mbarrier_wait(smem.dout_barriers[q.stage].full, q.parity);
+        issue_nt<kTile.value_dim>(dp, smem.v, group_key0, smem.dout[q.stage]);
+        wgmma_wait<1>(s);
         const bool masked = !work.rows.is_full(step.block) || key0 + kTile.block_n > params.seqlen_k;
         if (masked) mask_by_row_limits(s, params, key0 + warp_key0, row0);
         if (large) {
@@ -397,37 +388,24 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
         if constexpr (kEarlyP) p.from(s);
         wgmma_wait<0>(dp);
         if (left == 1) release(smem.v_barriers.empty);
-        if constexpr (kEarlyP) issue_nn(dv, p, smem.dout[own.stage]);
-        dp_to_ds(dp, s, smem.rows[own.stage].delta);
+        if constexpr (kEarlyP) issue_nn(dv, p, smem.dout[q.stage]);
+        dp_to_ds(dp, s, smem.rows[q.stage].delta);
         ds.from(dp);
         if constexpr (!kEarlyP) {
           p.from(s);
-          issue_nn(dv, p, smem.dout[own.stage]);
+          issue_nn(dv, p, smem.dout[q.stage]);
         }
         stage(ds_at + ds_buffer * sizeof(DsTile), ds);
-        fence_async_proxy();  // wgmma is to see it
-        const auto issue_dk = [&] { issue_nn(dk, ds, smem.q[own.stage]); };
-        if constexpr (kPrefetchesScores) issue_dk();
+        fence_async_proxy();   // wgmma is to see it
         barrier_sync<256>(1);  // ds of all keys is complete; nobody reads the other buffer any more
         DqHalf dq;
         issue_tn<kTile.block_n>(dq, smem.ds[ds_buffer], kSplitRows ? group : 0, smem.k[0], kSplitRows ? 0 : group);
         ds_buffer ^= 1;
-        q.next();
-        if constexpr (kPrefetchesScores) {
-          wgmma_wait<1>();  // dk and dv, and with them p and ds
-          if (left > 1) mbarrier_wait(smem.q_barriers[q.stage].full, q.parity);
-          // Issued in any case: under a condition, the compiler would wait for each product. After the last step nobody
-          // looks.
-          issue_scores();
-          release(smem.q_barriers[own.stage].empty);
-          release(smem.dout_barriers[own.stage].empty);
-        } else {
-          issue_dk();
-        }
+        issue_nn(dk, ds, smem.q[q.stage]);
         await_buffer();
         const DqRole role = smem.sending[buffer.stage].part.role;
         wgmma_wait<1>(dq);
-        if constexpr (!kPrefetchesScores) release(smem.dout_barriers[own.stage].empty);
+        release(smem.dout_barriers[q.stage].empty);
         if (left == 1) release(smem.k_barriers.empty);
         u32 thread = threadIdx.x % 128;
         asm volatile("" : "+r"(thread));  // worked out each time, not kept
@@ -456,25 +434,20 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
             if (8 * n >= columns) break;
             st_shared(at + 2048 * n, dq.x[0][n]);
           }
-          fence_async_proxy();  // the copy engine is to see it
         }
         pass_buffer();
-        if constexpr (!kPrefetchesScores) {
-          wgmma_wait<0>(dk);
-          wgmma_wait<0>(dv);
-          release(smem.q_barriers[own.stage].empty);
-        }
+        wgmma_wait<0>(dk);
+        wgmma_wait<0>(dv);
+        release(smem.q_barriers[q.stage].empty);
+        q.next();
         step.next(work);
       } while (--left > 0);
-      wgmma_wait<0>(dk);
-      wgmma_wait<0>(dv);
     }
     const auto send = [&]<int kCols>(const Fragment<1, kCols>& gradient) {
       OperandA<kCols> rounded;
       rounded.from(gradient);
       await_buffer();
       stage(shared_address(&smem.send[buffer.stage]) + (ds_at - shared_address(&smem.ds[0])), rounded);
-      fence_async_proxy();  // the copy engine is to see it
       pass_buffer();
     };
     send(dv);

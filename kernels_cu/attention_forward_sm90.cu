@@ -459,8 +459,8 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
         if constexpr (kEarly > 0) finish();
       };
       const auto bet = [&](auto exponent, auto has_lost) {
-        return softmax.bet<kEarly, kSoftcap>(s, exponent, has_lost, finish_within,
-                                             [&](int number, float left, float right) { p.set(number, left, right); });
+        return softmax.bet<kEarly>(s, exponent, has_lost, finish_within,
+                                   [&](int number, float left, float right) { p.set(number, left, right); });
       };
       const auto never = [] { return false; };
       const auto of_formed = [&](float x, float minus_mc, int) { return fma(x, softmax.c, minus_mc); };

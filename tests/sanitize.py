@@ -84,6 +84,7 @@ PROBLEMS = (
     Problem(200, 1300, 64, 60, dtype="bfloat16", shift=1, options={"window": (1200, 40), "align": "bottom-right"}),
     Problem(300, 201, 128, 128, key_bias=True, options={"softcap": 5.0}),
     Problem(70, 98, 256, 256, key_bias=True),
+    Problem(300, 420, 64, 64, options={"softcap": 5.0}),  # warps of a warpgroup take different series
     # All gradients on Hopper: more blocks of keys than one, sums of dq of several, rows and keys that see nothing.
     Problem(300, 400, 64, 64, heads=4, options={"grouped_heads": True}),
     Problem(200, 300, 128, 128, dtype="bfloat16", options={"causal": True, "align": "bottom-right"}),

@@ -103,9 +103,8 @@ struct OnlineSoftmax {
   // lane sums of a row is not small where one p is not, a score or the reference is NaN, or the row has seen no key.
   // exponent(score, -mc, number of the lane's column) need not be the FMA of update(); has_lost(): whether it was not
   // right for all of the lane's scores. finish() waits for whoever still reads what pack() writes: kEarly pairs are
-  // formed before. kVotes: where the formula is one of several, the compiler would wait first, as they are no longer
-  // part of one piece of code with what was before; that a bet may be lost by then keeps it from that.
-  template <int kEarly, bool kVotes, int kCols, class Exponent, class Lost, class Finish, class Pack>
+  // formed before.
+  template <int kEarly, int kCols, class Exponent, class Lost, class Finish, class Pack>
   __device__ __forceinline__ bool bet(const Fragment<1, kCols>& s, Exponent exponent, Lost has_lost, Finish finish,
                                       Pack pack) {
     static_assert(kMTiles == 1 && !Exp2::kHasFar);
@@ -124,10 +123,6 @@ struct OnlineSoftmax {
     };
 #pragma unroll
     for (int i = 0; i < kEarly; ++i) form(early[i], i);
-    if (kVotes && __any_sync(kFullWarp, !(sum[0] <= kMost) || !(sum[1] <= kMost))) {
-      finish();
-      return false;
-    }
     finish();
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
