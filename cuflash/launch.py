@@ -18,13 +18,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuflash import compile, few, hopper, memory, overlap, params, tiles, tma
+from cuflash.needs import POINTERS, Needs, provide, reserve
 from cuflash.problem import Problem
 
 LOG = os.environ.get("CUFLASH_LOG") == "1"
 """Whether each call says which kernels it takes. Asked once: to ask takes a microsecond."""
 LOG2E = math.log2(math.e)
-_POINTERS = {name: index for index, name in enumerate((*params.TENSORS, *params.SCRATCH))}
-"""Where arrays are among the pointers of a call."""
 _ALIGNED = (0,) * 6
 """Address bits below 16 of the arrays of nearly every forward."""
 _MERGE_PARAMS = np.dtype(f"V{params.MERGE_SIZE}")
@@ -47,28 +46,11 @@ class Launch:
     """Whether it may start before the kernel ahead of it has ended."""
 
 
-class _Needs(NamedTuple):
-    """Memory that a call needs beside its arrays."""
-
-    nbytes: int
-    """Of scratch memory, whose parts begin at distances from a multiple of 16."""
-    parts: tuple[tuple[int, int], ...] = ()
-    """Which pointers name a part of it, and where that begins."""
-    copies: tuple[tuple[int, memory.Strides], ...] = ()
-    """Which of the arrays are first copied to their parts, and batch shapes of these copies."""
-    counts: int = 0
-    """Bytes of counters, in which the kernel finds zeros and leaves zeros."""
-    counts_at: int = 0
-    """Where they begin in the scratch memory of a call that may overlap others of its stream."""
-    counters: tuple[tuple[int, int], ...] = ((_POINTERS["claims"], 0),)
-    """Which pointers name counters, and where those begin among them."""
-
-
 class _Plan(NamedTuple):
     """What a call does, but for the pointers."""
 
     launches: tuple[Launch, ...]
-    needs: _Needs | None = None
+    needs: Needs | None = None
 
 
 class Bits(NamedTuple):
@@ -208,29 +190,8 @@ def forward(
         return
     inputs = problem.inner_inputs(q, k, v, key_bias) if needs.copies else ()
     every_pointer = [*pointers]
-    _held, zeros, nbytes = _provide(needs, problem.device, inputs, every_pointer, workspace)
+    _held, zeros, nbytes = provide(needs, problem.device, inputs, every_pointer, workspace)
     enqueue(launches, every_pointer, zeros, nbytes)
-
-
-def _provide(
-    needs: _Needs, device: int, inputs: Sequence[Any], pointers: list[int], workspace: Any
-) -> tuple[Any, int, int]:
-    """Bring what a call needs, and add it to its pointers: what is to be held until the launch, and where how many
-    bytes are to be set to zero before it. ``inputs``: inner views of those that may be copied."""
-    pointers += [0] * (len(params.TENSORS) + len(params.SCRATCH) - len(pointers))
-    counters, claims = _counters(device, needs.counts) if needs.counts else (None, 0)
-    own_counts = needs.counts if counters is None else 0
-    if needs.parts or own_counts:
-        workspace, start = _scratch(workspace, needs.nbytes)
-        for index, offset in needs.parts:
-            pointers[index] = start + offset
-        for index, batch in needs.copies:
-            _copy(inputs[index], batch, workspace, pointers[index])
-        if own_counts:
-            claims = start + needs.counts_at
-    for index, offset in needs.counters:
-        pointers[index] = claims + offset if claims else 0
-    return (workspace, counters), claims, own_counts
 
 
 def backward(
@@ -248,88 +209,17 @@ def backward(
         launches, needs = sm90_plan
         assert needs is not None
         pointers = [*inputs, 0, 0, *results]
-        _held, zeros, nbytes = _provide(needs, problem.device, (), pointers, workspace)
+        _held, zeros, nbytes = provide(needs, problem.device, (), pointers, workspace)
         enqueue(launches, pointers, zeros, nbytes)
         return
     plan = _plan_backward(problem, families.portable, strides + result_strides, *bits)
     fused = next((launch.variant.tile for launch in plan if launch.variant.operation == tiles.FUSED), None)
     parts = memory.workspace_of(problem, fused and memory.fused_sums(problem.m, fused))
-    workspace, row_lse = _scratch(workspace, parts.nbytes)
+    workspace, row_lse = reserve(workspace, parts.nbytes)
     delta, dq_accum, dq_turn, claims, _ = (row_lse + offset for offset in parts)
     absent = [0] * len(memory.PLANES)
     all_pointers = [*inputs, row_lse, delta, *results, dq_accum, dq_turn, *absent, claims]
     enqueue(plan, all_pointers, dq_accum, claims + 16 - dq_accum if fused else 0)
-
-
-_zeros: dict[tuple[int, int], Any] = {}
-"""Counters by device and stream, all 0: a kernel that counts leaves them so, and calls in a stream do not overlap.
-Streams by their ids: of one that is gone, work may go on while another already has its pointer."""
-
-_MOST_STREAMS = 1024
-"""Counters to keep, those of late."""
-
-_PER_THREAD_STREAM = 2
-"""The pointer by which every thread means a default stream of its own."""
-
-
-def _counters(device: int, nbytes: int) -> tuple[Any, int]:
-    """Counters for a call in the current stream, to be held until the launch, and their address. None where calls of
-    one stream may overlap: replays of a graph run in any stream."""
-    import cupy
-
-    stream = cupy.cuda.get_current_stream()
-    if stream.ptr == _PER_THREAD_STREAM or stream.is_capturing():
-        return None, 0
-    key = device, _stream_id(stream.ptr)
-    counters = _zeros.get(key)
-    if counters is None or counters.nbytes < nbytes:
-        counters = cupy.zeros(max(nbytes, 512), np.uint8)
-        _zeros.pop(key, None)
-        _zeros[key] = counters
-        for late in list(_zeros)[:-_MOST_STREAMS]:
-            _zeros.pop(late, None)
-    return counters, counters.data.ptr
-
-
-def _stream_id(pointer: int) -> int:
-    """A number that no other stream of a device has or will have."""
-    if pointer == 0:  # the default stream, which stays
-        return -1
-    from cuda.bindings import driver
-
-    status, number = driver.cuStreamGetId(pointer)
-    if int(status) != 0:
-        raise RuntimeError(f"the driver does not know the current stream, {pointer:#x}: {status.name}")
-    return int(number)
-
-
-def _copy(x: Any, batch: memory.Strides, workspace: Any, address: int) -> None:
-    """Enqueue a copy of an array to an address in the workspace: once where batch axes are broadcast, its rows whole
-    16 bytes apart."""
-    import cupy
-
-    bits = np.dtype(f"u{x.dtype.itemsize}")  # whatever the numbers are
-    own = x[tuple(slice(length) for length in batch)].view(bits)
-    *shape, cols = own.shape
-    pitch = tma.aligned(cols * bits.itemsize)
-    start = address - workspace.data.ptr
-    room = workspace[start : start + math.prod(shape) * pitch].view(bits).reshape((*shape, pitch // bits.itemsize))
-    cupy.copyto(room[..., :cols], own)
-
-
-_captured: list[Any] = []
-"""Scratch memory that calls allocated while a graph was captured: its replays use it, whenever they come."""
-
-
-def _scratch(workspace: Any, nbytes: int) -> tuple[Any, int]:
-    """The caller's workspace, or one to be held until the launch, and the first multiple of 16 in it."""
-    if workspace is None:
-        import cupy
-
-        workspace = cupy.empty(nbytes, np.uint8)
-        if cupy.cuda.get_current_stream().is_capturing():
-            _captured.append(workspace)
-    return workspace, -(-workspace.data.ptr // 16) * 16
 
 
 def _describe(arrays: Sequence[Any]) -> tuple[list[int], tuple[memory.Strides | None, ...]]:
@@ -443,17 +333,17 @@ def _copied(problem: Problem, sm90: hopper.Forward, key_bias_bits: int) -> tuple
     return names
 
 
-def _sm90_needs(problem: Problem, sm90: hopper.Forward, copied: tuple[str, ...]) -> _Needs | None:
+def _sm90_needs(problem: Problem, sm90: hopper.Forward, copied: tuple[str, ...]) -> Needs | None:
     if sm90.planes == 1 and not copied and not sm90.claims:
         return None
     scratch = hopper.scratch(problem, sm90)
     begins = scratch._asdict()
     parts = {f"{name}_planes": begins[name] for name in "qkv"} if sm90.planes > 1 else {}
     parts |= {name: begins[name] for name in copied}
-    return _Needs(
+    return Needs(
         scratch.nbytes,
-        tuple((_POINTERS[name], begin) for name, begin in parts.items()),
-        tuple((_POINTERS[name], memory.own_batch(problem, name)) for name in copied),
+        tuple((POINTERS[name], begin) for name, begin in parts.items()),
+        tuple((POINTERS[name], memory.own_batch(problem, name)) for name in copied),
         hopper.CLAIMS_NBYTES if sm90.claims else 0,
         scratch.claims,
     )
@@ -473,15 +363,15 @@ def _plan_few(problem: Problem, family: str, layout: memory.Layout, kernel: few.
     if splits == 1:
         return _Plan((main,))
     begin, nbytes = few.scratch(problem, kernel)
-    parts = ((_POINTERS["split_rows"], begin),)
+    parts = ((POINTERS["split_rows"], begin),)
     if kernel.merges:
-        return _Plan((main,), _Needs(nbytes, parts, counts=begin))  # which the counts come before
+        return _Plan((main,), Needs(nbytes, parts, counts=begin))  # which the counts come before
     merge = _row_variant(problem, "attention_merge_splits", family, "strided")
     rows, warps = math.prod(layout.extents) * problem.m, merge.tile.warps
     shared = warps if splits > 32 else 1  # warps that share a row: its splits are more than lanes
     ctas = -(-rows * shared // warps)
     merging = prepare(problem, merge, layout, splits=splits, key_warps=shared, ctas=ctas)
-    return _Plan((main, merging), _Needs(nbytes, parts))
+    return _Plan((main, merging), Needs(nbytes, parts))
 
 
 _BACKWARD_TENSORS = (
@@ -577,9 +467,9 @@ def _plan_backward_sm90(
     )  # fmt: skip
     scratch = hopper.backward_scratch(problem, taken)
     begins = scratch._asdict()
-    parts = tuple((_POINTERS[name], begins[name]) for name in ("row_lse", "delta", "dq_accum"))
-    counters = ((_POINTERS["claims"], 0), (_POINTERS["dq_turn"], hopper.CLAIMS_NBYTES))
-    needs = _Needs(scratch.nbytes, parts, (), scratch.counts_nbytes, scratch.counts, counters)
+    parts = tuple((POINTERS[name], begins[name]) for name in ("row_lse", "delta", "dq_accum"))
+    counters = ((POINTERS["claims"], 0), (POINTERS["dq_turn"], hopper.CLAIMS_NBYTES))
+    needs = Needs(scratch.nbytes, parts, (), scratch.counts_nbytes, scratch.counts, counters)
     return _Plan(launches, needs)
 
 

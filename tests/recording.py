@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "tests" / "records"
 HOST_SOURCES = (
     "launch",
+    "needs",
     "overlap",
     "hopper",
     "few",

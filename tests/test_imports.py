@@ -27,7 +27,8 @@ ALLOWED = {
     "hopper": {"memory", "params", "problem", "tiles", "tma"},
     "few": {"compile", "memory", "problem", "tiles"},
     "overlap": set(),
-    "launch": {"arrays", "compile", "few", "hopper", "memory", "overlap", "params", "problem", "tiles", "tma"},
+    "needs": {"memory", "params", "tma"},
+    "launch": {"arrays", "compile", "few", "hopper", "memory", "needs", "overlap", "params", "problem", "tiles", "tma"},
     "calls": {"arrays", "host", "launch", "problem"},
     "api": {"arrays", "calls", "problem"},
     "lineage_tiles": {"compile", "tiles"},
@@ -48,7 +49,7 @@ ALLOWED = {
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py"))
 
 # Who may import CuPy and the CUDA packages, and even these only inside a function.
-USES_CUDA = {"arrays", "compile", "launch", "lineage_launch", "overlap", "tma"}
+USES_CUDA = {"arrays", "compile", "launch", "lineage_launch", "needs", "overlap", "tma"}
 CUDA_PACKAGES = {"cupy", "cuda", "cupyx"}
 
 

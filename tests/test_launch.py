@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash import arrays, calls, compile, hopper, launch, overlap, params, problem, tiles, tma
+from cuflash import arrays, calls, compile, hopper, launch, needs, overlap, params, problem, tiles, tma
 
 TARGETS = [("sm75", "75"), ("sm75", "90a")] + [("sm80", target) for target in compile.TARGETS[1:]]
 PORTABLE = {"sm75": "sm75", "sm80": "sm80", "sm90": "sm80"}
@@ -53,7 +53,7 @@ class Pretended:
         patch.setattr(compile, "kernel", self.kernel)
         patch.setattr(tma, "encode", lambda box, address: bytes(params.TENSOR_MAP_BYTES))
         patch.setattr(overlap, "launch", lambda k, grid, block, x, smem: k((grid,), (block,), (x,), shared_mem=smem))
-        patch.setattr(launch, "_stream_id", lambda pointer: 100 + pointer)
+        patch.setattr(needs, "_stream_id", lambda pointer: 100 + pointer)
         patch.setattr(hopper, "WORTH_PLANES", 0)
 
     def become(self, family: str, target: str) -> None:
@@ -439,7 +439,7 @@ def claimed_tiles() -> list[Any]:
 def test_calls_of_a_stream_count_in_zeros_that_kernels_leave(device: Pretended, monkeypatch: Any) -> None:
     """One memory for all of them, until one needs more: of a device and a stream, and none of it set for each call."""
     device.become("sm90", "90a")
-    monkeypatch.setattr(launch, "_zeros", {})
+    monkeypatch.setattr(needs, "_zeros", {})
     found = []
     for stream, inputs in [(0, one_query(2)), (0, one_query(1)), (0, claimed_tiles()), (5, one_query(1))]:
         device.stream.ptr = stream
@@ -449,23 +449,22 @@ def test_calls_of_a_stream_count_in_zeros_that_kernels_leave(device: Pretended, 
         found += device.claims
     device.stream.ptr = 0
     assert (
-        found[0] == found[1] == found[2] == launch._zeros[0, 100].data.ptr
-        and found[3] == launch._zeros[0, 105].data.ptr
+        found[0] == found[1] == found[2] == needs._zeros[0, 100].data.ptr and found[3] == needs._zeros[0, 105].data.ptr
     )
     cuflash.attention(*one_query(132))
-    assert device.claims[-1] == launch._zeros[0, 100].data.ptr != found[0]
-    counters = launch._zeros[0, 100]
+    assert device.claims[-1] == needs._zeros[0, 100].data.ptr != found[0]
+    counters = needs._zeros[0, 100]
     assert counters.memory.nbytes >= 4 * 132 and not counters.memory.any()
 
 
 def test_counters_of_streams_of_late_are_kept(device: Pretended, monkeypatch: Any) -> None:
     device.become("sm90", "90a")
-    monkeypatch.setattr(launch, "_zeros", {})
-    monkeypatch.setattr(launch, "_MOST_STREAMS", 3)
+    monkeypatch.setattr(needs, "_zeros", {})
+    monkeypatch.setattr(needs, "_MOST_STREAMS", 3)
     for device.stream.ptr in (11, 12, 13, 14, 12):
         cuflash.attention(*one_query(1))
     device.stream.ptr = 0
-    assert list(launch._zeros) == [(0, 112), (0, 113), (0, 114)]
+    assert list(needs._zeros) == [(0, 112), (0, 113), (0, 114)]
 
 
 @pytest.mark.parametrize("why", ["the stream is captured", "every thread has a stream by this pointer"])
@@ -474,7 +473,7 @@ def test_where_calls_may_overlap_each_has_zeros_of_its_own(
     device: Pretended, monkeypatch: Any, why: str, given: bool
 ) -> None:
     device.become("sm90", "90a")
-    monkeypatch.setattr(launch, "_zeros", {})
+    monkeypatch.setattr(needs, "_zeros", {})
     capturing = why == "the stream is captured"
     stream = types.SimpleNamespace(ptr=5 if capturing else 2, is_capturing=lambda: capturing)
     monkeypatch.setattr(device, "stream", stream)
@@ -487,7 +486,7 @@ def test_where_calls_may_overlap_each_has_zeros_of_its_own(
         assert [at for at, _ in device.zeroed] == device.claims != [0] and device.zeroed[0][1] == 16
         if workspace is not None:
             assert 0 <= device.claims[0] - workspace.data.ptr <= nbytes - 16
-    assert not launch._zeros
+    assert not needs._zeros
 
 
 def half(*shape: int, layout: Layout | None = None) -> fake_gpu.ndarray:
@@ -569,7 +568,7 @@ def test_gradients_on_hopper_count_in_zeros(device: Pretended, monkeypatch: Any,
     """Of the stream, or of the call where that may overlap others: claims, and behind them a turn for each block of
     query rows."""
     device.become("sm90", "90a")
-    monkeypatch.setattr(launch, "_zeros", {})
+    monkeypatch.setattr(needs, "_zeros", {})
     monkeypatch.setattr(device, "stream", types.SimpleNamespace(ptr=5, is_capturing=lambda: capturing))
     q, k = half(3, 1000, 128), half(3, 27, 128)
     nbytes = cuflash.workspace_nbytes("attention_backward", q, k, k)
@@ -578,10 +577,10 @@ def test_gradients_on_hopper_count_in_zeros(device: Pretended, monkeypatch: Any,
     gradients_of(q, k, k, workspace=workspace)
     counts = hopper.CLAIMS_NBYTES + hopper.TURN_NBYTES * 3 * 16
     if capturing:
-        assert device.zeroed == [(device.claims[-1], counts)] and not launch._zeros
+        assert device.zeroed == [(device.claims[-1], counts)] and not needs._zeros
         assert 0 <= device.claims[-1] - workspace.data.ptr <= nbytes - counts
     else:
-        [counters] = launch._zeros.values()
+        [counters] = needs._zeros.values()
         assert not device.zeroed and device.claims[-1] == counters.data.ptr and counters.nbytes >= counts
 
 
