@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from test_gpu import examples, hopper_kernels, plain
 
 import cuflash
-from cuflash import tiles
+from cuflash import needs, tiles
 
 pytestmark = pytest.mark.gpu
 BACKEND = GPU
@@ -73,7 +73,7 @@ def test_drawn_calls(case: Case, has_dlse: bool, deterministic: bool) -> None:
 def test_it_takes_what_it_is_for(dtype: str, d: int, e: int, deterministic: bool) -> None:
     """Lengths around those of blocks, more queries than keys and fewer, one row, and more blocks of keys than CTAs."""
     for options in BANDS:
-        for heads, m, n in ((3, 333, 517), (2, 517, 333), (1, 1, 129), (2, 257, 1), (70, 190, 300), (1, 128, 17100)):
+        for heads, m, n in ((3, 333, 517), (2, 517, 333), (1, 1, 129), (2, 257, 1), (45, 130, 300), (1, 70, 17100)):
             case = Case(dtype, (heads, m, d), (heads, n, d), (heads, n, e), None, options, {}, "normal", m)
             with hopper_kernels("name") as launched:
                 check_backward(BACKEND, case, "sm90", None, True, m % 2 == 1, deterministic=deterministic)
@@ -164,13 +164,12 @@ def test_the_same_bits_every_time(d: int, heads: int, kv_heads: int, options: di
 def test_counters_are_0_again(deterministic: bool) -> None:
     """Of a stream, whatever was counted there, and of a caller's workspace."""
     rng = np.random.default_rng(2)
-    launch = cuflash.calls.launcher()
     with hopper_kernels("name") as launched:
         for heads, m, n, d in ((3, 1000, 700, 64), (1, 5000, 300, 128), (20, 130, 2000, 128), (2, 64, 64, 96)):
             q, k, v, do = (put(BACKEND, normal(rng, (heads, rows, d), "float16")) for rows in (m, n, n, m))
             o, lse = cuflash.attention(q, k, v, return_lse=True)
             cuflash.attention_backward(do, q, k, v, o, lse, deterministic=deterministic)
-            assert all(not x.any() for x in launch._zeros.values())
+            assert all(not x.any() for x in needs._zeros.values())
     assert takes(launched)
 
 
