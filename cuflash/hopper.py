@@ -268,9 +268,9 @@ def backward(problem: Problem) -> Backward | None:
     if tile is None or not all(follows(problem, name) for name in operands(problem)):
         return None
     batch, key_blocks = math.prod(problem.inner_batch), -(-problem.n // tile.block_n)
-    if batch * key_blocks > params.MAX_INT // 2 or math.prod(problem.q_batch) != batch:
-        return None
     blocks = -(-problem.m // tile.block_m)
+    if batch * max(key_blocks, blocks) > params.MAX_INT // 2 or math.prod(problem.q_batch) != batch:
+        return None
     nbytes = problem.m * (2 * (problem.d + problem.e) + 4 * tile.head_dim)
     sections = max(1, batch // max(1, BACKWARD_SECTION_BYTES // nbytes))
     return Backward(tile, memory.Sums(blocks * tile.block_m * tile.head_dim, tile.head_dim, blocks), sections)

@@ -38,6 +38,7 @@ def _config(grid: int, block: int, smem_bytes: int, stream: int) -> Any:
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
-    config.sharedMemBytes, config.hStream = smem_bytes, stream
+    # Named, as what 0 means to the bindings is up to the environment: CuPy's default stream is the legacy one.
+    config.sharedMemBytes, config.hStream = smem_bytes, stream or driver.CU_STREAM_LEGACY
     config.attrs, config.numAttrs = [attribute], 1
     return config

@@ -29,7 +29,7 @@ constexpr int kProducerRegisters = 24, kConsumerRegisters = (504 - kProducerRegi
 // Where registers are left for p beside ds, the products of dv run under ds.
 constexpr bool kEarlyP = !kSplitRows;
 constexpr int kDsBuffers = 2, kSendBuffers = 2;
-constexpr int kStagers = 4 * kConsumers;  // warps that fill a buffer of results
+constexpr int kConsumerWarps = 4 * kConsumers;  // warps that fill a buffer of results
 // The producer works out the next one while that of the tile before is still read.
 constexpr int kWorks = 3;
 static_assert(kTile.block_n == 64 * kConsumers, "each consumer warpgroup has 64 keys");
@@ -137,10 +137,10 @@ __device__ __forceinline__ void produce(const TmaParams& tma, SharedStorage& sme
   const int tiles = tile_count(params);
   // Each CTA's last claim is in vain: so the count is back at 0 in the end, for the next launch.
   const auto claim = [&] { return int(atomicInc(params.claims, tiles + gridDim.x - 1)); };
-  int tile = claim();
   PipelineState<kStages> q;
   TileState state;
-  grid_wait();  // row vectors are there
+  grid_wait();  // row vectors are there, and whoever counted before is done
+  int tile = claim();
   for (;; state.next()) {
     const u32 parity = state.parity;
     KeyWork& work = smem.work[state.slot];
@@ -223,7 +223,7 @@ __device__ __forceinline__ void prepare_buffers(const Params& params, SharedStor
       smem.sending[buffer.stage] = {Sending::kDq, part};
       DqTurn& turn = turns[part.number];
       await_parts(turn, part.role.rank);
-      turn = DqTurn{};
+      turn = DqTurn{};          // all others have drawn and counted: nobody looks any more
       fence_async_proxy_all();  // the copy engine reads what others' have written
       u64& ready = smem.send_ready[buffer.stage];
       mbarrier_arrive_expect(ready, sizeof(DqSums));
@@ -238,7 +238,7 @@ __device__ __forceinline__ void prepare_buffers(const Params& params, SharedStor
   for (int i = 0; i < kSendBuffers; ++i) {
     mbarrier_wait(smem.send_free[buffer.stage], buffer.parity ^ 1);
     smem.sending[buffer.stage].what = Sending::kNothing;
-    for (int arrival = 0; arrival < kStagers; ++arrival) mbarrier_arrive(smem.send_filled[buffer.stage]);
+    for (int arrival = 0; arrival < kConsumerWarps; ++arrival) mbarrier_arrive(smem.send_filled[buffer.stage]);
     buffer.next();
   }
 }
@@ -261,7 +261,9 @@ __device__ __forceinline__ void send_buffer(const TmaParams& tma, SharedStorage&
   u64& free = smem.send_free[number];
   for (u32 parity = 0;; parity ^= 1) {
     mbarrier_wait(smem.send_filled[number], parity);
-    fence_async_proxy();  // the copy engine is to see what all of them have written
+    // The copy engine is to see what all of them have written, and, also where nothing is sent, to write only after
+    // they have read.
+    fence_async_proxy();
     const Sending sending = smem.sending[number];
     if (sending.what == Sending::kNothing) return;
     if (sending.what != Sending::kDq) {
@@ -321,7 +323,7 @@ __device__ __forceinline__ void clear_dq(const Params& params) {
 
 // A warp's operand to its rows of a tile that has a row for each key, `at` the lane's row.
 template <int kDepth>
-__device__ __forceinline__ void stage(u32 at, const OperandA<kDepth>& x) {
+__device__ __forceinline__ void store_operand(u32 at, const OperandA<kDepth>& x) {
   static_assert(KTile::kPanelBytes == DsTile::kPanelBytes && VTile::kPanelBytes == DsTile::kPanelBytes);
 #pragma unroll
   for (int k = 0; k < kDepth / 16; ++k) stmatrix_x4(DsTile::advance(at, 0, 16 * k), x.x[0][k]);
@@ -378,7 +380,10 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
         issue_nt<kTile.value_dim>(dp, smem.v, group_key0, smem.dout[q.stage]);
         wgmma_wait<1>(s);
         const bool masked = !work.rows.is_full(step.block) || key0 + kTile.block_n > params.seqlen_k;
-        if (masked) mask_by_row_limits(s, params, key0 + warp_key0, row0);
+        if (masked) {
+          mask_by_row_limits(s, params, key0 + warp_key0, row0);
+          mask_beyond_length(s, params, row0);
+        }
         if (large) {
           large_scores_to_p(s, params, lse);
         } else {
@@ -395,7 +400,7 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
           p.from(s);
           issue_nn(dv, p, smem.dout[q.stage]);
         }
-        stage(ds_at + ds_buffer * sizeof(DsTile), ds);
+        store_operand(ds_at + ds_buffer * sizeof(DsTile), ds);
         fence_async_proxy();   // wgmma is to see it
         barrier_sync<256>(1);  // ds of all keys is complete; nobody reads the other buffer any more
         DqHalf dq;
@@ -447,7 +452,7 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
       OperandA<kCols> rounded;
       rounded.from(gradient);
       await_buffer();
-      stage(shared_address(&smem.send[buffer.stage]) + (ds_at - shared_address(&smem.ds[0])), rounded);
+      store_operand(shared_address(&smem.send[buffer.stage]) + (ds_at - shared_address(&smem.ds[0])), rounded);
       pass_buffer();
     };
     send(dv);
@@ -463,7 +468,7 @@ __device__ __forceinline__ void attention_backward(const TmaParams& tma, SharedS
     for (int i = 0; i < kStages; ++i) smem.q_barriers[i].start(kConsumers), smem.dout_barriers[i].start(kConsumers);
     for (int i = 0; i < kSendBuffers; ++i) {
       mbarrier_init(smem.send_ready[i], 1);
-      mbarrier_init(smem.send_filled[i], kStagers);
+      mbarrier_init(smem.send_filled[i], kConsumerWarps);
       mbarrier_init(smem.send_free[i], 1);
     }
     mbarrier_publish();

@@ -10,6 +10,7 @@
 #include "mask.cuh"
 #include "pipeline_sm90.cuh"
 #include "ptx/barrier.cuh"
+#include "ptx/bulk.cuh"
 #include "ptx/registers.cuh"
 #include "softmax.cuh"
 #include "store_direct.cuh"
@@ -268,8 +269,8 @@ __device__ __forceinline__ void store_tiles(const TmaParams& tma, SharedStorage&
           const int col = panel * 8 * StagedRows::kChunk;
           tma_store(tma.o, staged.address(kSplitQ ? 0 : 64 * group, col), col, work.row0 + 64 * group, at);
         }
-        tma_store_commit();
-        tma_store_wait_read();
+        bulk_commit();
+        bulk_wait_read<0>();
       }
       if (!kSplitQ || group == 1) mbarrier_arrive(smem.q_barriers[q.stage].empty);
     }

@@ -126,6 +126,27 @@ def test_rows_without_keys_and_keys_without_rows(
 
 
 @both_modes
+@pytest.mark.parametrize("d", [64, 128])
+def test_an_infinite_key_without_weight_has_no_gradient(d: int, deterministic: bool) -> None:
+    """Rows beyond the length, which are zeros in shared memory, have none for it either. The last block is cut."""
+    rng = np.random.default_rng(13)
+    q, k, v, do = (normal(rng, (1, 70, d), "float16") for _ in range(4))
+    q[..., 5] = -1 - abs(q[..., 5])
+    others = np.delete(np.arange(70), 33)
+    wanted = expect(q, k[:, others], v[:, others], do, family="sm90")
+    k[:, 33, 5] = np.inf
+    arrays = [put(BACKEND, x) for x in (q, k, v)]
+    with hopper_kernels("name") as launched:
+        o, lse = cuflash.attention(*arrays, return_lse=True)
+        gradients = cuflash.attention_backward(put(BACKEND, do), *arrays, o, lse, deterministic=deterministic)
+    assert takes(launched)
+    for name, gradient in zip(("dk", "dv"), gradients[1:], strict=True):
+        got = BACKEND.get(gradient)
+        assert not got[:, 33].any(), name
+        wanted[name].check(got[:, others])
+
+
+@both_modes
 def test_arrays_as_callers_have_them(deterministic: bool) -> None:
     """Axes swapped, rows apart, results as well."""
     for layout in (Layout((1, 0, 2)), Layout(pad=8), Layout(steps=(1, 2, 1)), Layout((1, 0, 2), pad=16)):

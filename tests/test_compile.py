@@ -111,8 +111,8 @@ def faults(variant: Variant) -> list[str]:
             if 2 * opcodes.count("WARPGROUP") > opcodes.count("HGMMA"):
                 found.append(f"{variant}: wgmma one at a time: {opcodes.count('WARPGROUP')} WARPGROUP instructions")
             # What spills is the producer's, whose code comes after that of the consumers. A softcap beside key_bias
-            # leaves no register for a value or two of the code that is rarely taken.
-            last, rare = opcodes.positions("HGMMA")[-1], 4 if len(variant.scores) > 1 else 0
+            # leaves no register for a value or two, some of them of code that is rarely taken.
+            last, rare = opcodes.positions("HGMMA")[-1], 8 if len(variant.scores) > 1 else 0
             if (among := sum(at < last for at in opcodes.positions("LDL", "STL"))) > rare:
                 found.append(f"{variant}: local memory among the products, {among} instructions")
         if variant.family == "sm75":

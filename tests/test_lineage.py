@@ -596,7 +596,7 @@ def test_a_third_of_the_kernels_compiles_and_does_not_spill(
         # A kilobyte for each of 16 rows is half of the registers of a warp.
         sums = tiles.accumulator_bytes(variant.dtype) * variant.tile.head_dim
         gradients = 2 if variant.operation == lineage_tiles.FLASH1_BACKWARD else 1
-        allowed = 256 if gradients * sums >= 1024 else 0
+        allowed = 512 if gradients * sums >= 1024 else 0
         assert max(used.spill_bytes, used.stack_bytes) <= allowed, f"{variant}: {used}"
         if variant.operation.startswith("flash1") and tiles.kind(variant.dtype) == "16 bits":
             product = "HMMA.1688.F32" if family == "sm75" else "HMMA.16816.F32"

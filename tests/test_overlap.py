@@ -34,6 +34,9 @@ def test_a_kernel_may_start_before_the_one_ahead_of_it_has_ended(monkeypatch: An
     assert (config.gridDimX, config.blockDimX, config.sharedMemBytes, int(config.hStream)) == (3, 384, 1000, 7)
     assert [int(attribute.value.programmaticStreamSerializationAllowed) for attribute in config.attrs] == [1]
     assert kernel == 99 and parameters == bytes(range(16))
+    stream.ptr = 0  # CuPy's default stream, whatever the bindings take for theirs
+    overlap.launch(types.SimpleNamespace(ptr=99), 3, 384, argument, 1000)
+    assert int(launched[-1][0].hStream) == int(driver.CU_STREAM_LEGACY)
     status = driver.CUresult.CUDA_ERROR_INVALID_VALUE
     with pytest.raises(RuntimeError, match=r"launch of 3 CTAs.*INVALID_VALUE"):
         overlap.launch(types.SimpleNamespace(ptr=99), 3, 384, argument, 1000)

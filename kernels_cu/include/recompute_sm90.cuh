@@ -43,6 +43,13 @@ __device__ __forceinline__ bool any_is_large(const float* lse) {
   return __any_sync(kFullWarp, large);
 }
 
+// Query rows beyond the length, which would have no weight but for an infinite key: their q is 0.
+template <int kCols>
+__device__ __forceinline__ void mask_beyond_length(Fragment<1, kCols>& s, const Params& params, int row0) {
+  const int limit = params.seqlen_q - row0 - 2 * (lane_id() % 4);
+  s.for_each_lane_column([&](float& x, int, int col) { x = col < limit ? x : neg_inf(); });
+}
+
 // p = 2^(s c - lse).
 template <int kCols>
 __device__ __forceinline__ void scores_to_p(Fragment<1, kCols>& s, const Params& params, const float* lse) {

@@ -25,11 +25,9 @@ __device__ __forceinline__ void tma_store(const TensorMap& map, u32 smem, int co
                "r"(column), "r"(row), "r"(batch[2]), "r"(batch[1]), "r"(batch[0]), "r"(smem)
                : "memory");
 }
-__device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until all that this thread has committed has been read from shared memory.
-__device__ __forceinline__ void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
-// Shared memory that this thread has written or read comes before what copy engine and wgmma do to it.
+// Shared memory that this thread has written or read, or learnt of by a barrier, comes before what copy engine and
+// wgmma do to it.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 }  // namespace cuflash
