@@ -707,7 +707,7 @@ def test_any_number_of_parts(dtype: str, m: int, processors: int) -> None:
     [
         (300, 130, {}, False),
         (300, 2100, {}, True),
-        (1300, 1300, {"causal": True}, False),
+        (800, 800, {"causal": True}, False),
         (900, 1501, {"causal": True, "align": "bottom-right"}, True),
         (430, 2500, {"window": (300, 17), "align": 900}, False),
         (600, 1100, {"window": (0, 5), "align": -200}, True),  # rows without a key
