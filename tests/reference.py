@@ -285,7 +285,7 @@ def kernel_budget(
     """Normwise error that a kernel of this tile may have in each result; do None where it runs no backward.
 
     Derived: twice the error of the host specification in the same tiles when it rounds P and dS where the kernel does
-    (and starts the backward from a rounded o); one more rounding of P or dS that falls to the other side, which in a
+    (and starts the backward from a rounded o); one more rounding of P, dS or o that falls to the other side, which in a
     small problem the host may have been lucky with; `budget` for the arithmetic around the matmuls and the rounding of
     the result; and what the matmuls lose. That is, of 16-bit operands, what tensor cores truncate in chains of steps
     `mma_depth` deep; float32 and float64 have ``products`` (`arithmetic`).
@@ -308,7 +308,13 @@ def kernel_budget(
         bound = getattr(measure, name)
         with np.errstate(invalid="ignore"):  # lse of rows without a key: -inf less -inf
             own = largest(result - getattr(exact, name)) / bound if bound else 0.0
-        flip = 2 * unit_roundoff(dtype) * largest(r.p) if dtype.itemsize == 2 and not unrounded else 0.0
+        flip = 0.0
+        if dtype.itemsize == 2 and not unrounded:
+            flip = 2 * unit_roundoff(dtype) * largest(r.p)
+        elif dtype.itemsize == 2 and name == "dkey_bias" and do is not None and bound:
+            # Nothing is rounded but what it starts from: an element of o, and with it delta of the row.
+            of_rows = np.abs(as_float64(do) * r.o).max(axis=-1, initial=0) * r.p.max(axis=-1, initial=0)
+            flip = 2 * unit_roundoff(dtype) * largest(of_rows) / bound
         rounding = 0.0 if unrounded else unit_roundoff(dtype)
         limits[name] = 2 * own + flip + lost[name] + around + rounding
     return Results(**limits)
