@@ -123,9 +123,13 @@ def main() -> int:
     matching = 0
     for path in records:
         record = json.loads(path.read_text())
-        matches = record["sources"] == digest and record["failed"] == 0
-        matching += matches
-        verdict = "matches the sources" if matches else "does not match the sources: run the GPU suite again"
+        matches, failed = record["sources"] == digest, record["failed"]
+        matching += matches and failed == 0
+        verdict = f"{'matches' if matches else 'does not match'} the sources"
+        if failed:
+            verdict += f", {failed} failed"
+        if failed or not matches:
+            verdict += ": run the GPU suite again"
         print(f"{path.name}: {record['gpu']}, {record['date']}, {record['passed']} passed: {verdict}")
     if not records:
         print(f"no record in {RECORDS.relative_to(ROOT)}")
