@@ -81,7 +81,7 @@ def forward(
     buffer = _Buffer(plan.dtype)
     with np.errstate(all="ignore"):
         for part in plan.parts():
-            for rows in _blocks(plan.m, plan.block_m):
+            for rows in blocks(plan.m, plan.block_m):
                 q_tile = _load(q, part, rows, plan.dtype)
                 softmax = _Softmax(scores, (*_extent(part, rows), 1))
                 acc = None if v is None or o is None else np.zeros((*_extent(part, rows), v.shape[-1]), plan.dtype)
@@ -149,7 +149,7 @@ def backward(
             row_lse = _take(lse, part, 1).astype(dtype)[..., None]
             row_delta = _delta(do, o, dlse, part, row_lse, plan.block_m)
             dq_sum = dq_total.zeros((*_extent(part), m, q.shape[-1]))
-            for keys in _blocks(n, plan.block_n):
+            for keys in blocks(n, plan.block_n):
                 k_tile = _load(k, part, keys, dtype)
                 v_tile = None if v is None or do is None else _load(v, part, keys, dtype)
                 dk_sum = dk_total.zeros((*_extent(part, keys), k.shape[-1]))
@@ -416,7 +416,7 @@ class _Plan:
         for extent in reversed(self.batch):
             step = max(1, min(extent, count))
             count //= step
-            axes.insert(0, list(_blocks(extent, step)))
+            axes.insert(0, list(blocks(extent, step)))
         return itertools.product(*axes)
 
 
@@ -446,7 +446,8 @@ def _default_tile(m: int, n: int, width: int) -> Tile:
     return block_m, block_n
 
 
-def _blocks(size: int, step: int) -> Iterator[slice]:
+def blocks(size: int, step: int) -> Iterator[slice]:
+    """Parts of a length, of ``step`` each but for the last."""
     return (slice(begin, min(begin + step, size)) for begin in range(0, size, step))
 
 
@@ -494,7 +495,7 @@ def _delta(do: Array | None, o: Array | None, dlse: Array | None, part: Part, ro
     delta = np.zeros_like(row_lse)
     if do is not None and o is not None:
         dtype = row_lse.dtype.type
-        for rows in _blocks(row_lse.shape[-2], block_m):
+        for rows in blocks(row_lse.shape[-2], block_m):
             product = _load(do, part, rows, dtype) * _load(o, part, rows, dtype)
             np.sum(product, axis=-1, keepdims=True, out=delta[..., rows, :])
     if dlse is not None:

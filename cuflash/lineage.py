@@ -12,7 +12,7 @@ None of these is what to use where speed matters: that is `cuflash.attention`, w
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, overload
 
@@ -389,14 +389,8 @@ def standard_attention_backward(
     _require_own_inputs(problem)
     if problem.device >= 0:
         _check_standard(x, lineage_tiles.ROW_SOFTMAX_BACKWARD, do=do, p=p)
-    with arrays.current(problem.device), _matrix_named(problem):
-        gradients = _gradients(x)
-        if problem.empty or problem.e == 0:
-            for gradient in gradients:
-                zero(gradient)
-        else:
-            backend.standard_attention_backward(problem, do, x.q, x.k, x.v, p, *gradients)
-    return gradients
+    with _matrix_named(problem):
+        return _gradients(backend.standard_attention_backward, x, do, p)
 
 
 def _check_standard(x: Inputs, operation: str, **more: Array) -> None:
@@ -612,14 +606,7 @@ def flash1_attention_backward(
         for name, a in (("maximum", maximum), ("total", total)):
             arrays.require_whole_elements(name, a)
         backend.check_flash1(problem, lineage_tiles.FLASH1_BACKWARD)
-    with arrays.current(problem.device):
-        gradients = _gradients(x)
-        if problem.empty or problem.e == 0:
-            for gradient in gradients:
-                zero(gradient)
-        else:
-            backend.flash1_attention_backward(problem, do, x.q, x.k, x.v, o, maximum, total, *gradients)
-    return gradients
+    return _gradients(backend.flash1_attention_backward, x, do, o, maximum, total)
 
 
 # --- common to attention -------------------------------------------------------------------------------------------
@@ -646,11 +633,17 @@ def _require_own_inputs(problem: Problem) -> None:
             )
 
 
-def _gradients(x: Inputs) -> tuple[Array, Array, Array]:
-    """Room for dq, dk and dv, in C order, on the current device."""
-    xp = arrays.module(x.problem.device)
+def _gradients(backward: Callable[..., None], x: Inputs, do: Array, *state: Array) -> tuple[Array, Array, Array]:
+    """dq, dk and dv in C order, filled by a backend's backward pass from do and what the forward pass left."""
+    problem, xp = x.problem, arrays.module(x.problem.device)
     named = {"dq": x.q, "dk": x.k, "dv": x.v}
-    dq, dk, dv = (arrays.result(name, a.dtype.newbyteorder("="), a.shape).empty(xp) for name, a in named.items())
+    with arrays.current(problem.device):
+        dq, dk, dv = (arrays.result(name, a.dtype.newbyteorder("="), a.shape).empty(xp) for name, a in named.items())
+        if problem.empty or problem.e == 0:
+            for gradient in (dq, dk, dv):
+                zero(gradient)
+        else:
+            backward(problem, do, x.q, x.k, x.v, *state, dq, dk, dv)
     return dq, dk, dv
 
 
@@ -672,7 +665,7 @@ def _rows(x: Array, axis: int) -> tuple[Any, int]:
 
 def _statistics_of(x: Array, axis: int) -> tuple[Result, Result]:
     shape = x.shape[:axis] + x.shape[axis + 1 :]
-    dtype = np.dtype(np.float64 if arrays.dtype_name(x.dtype) == "float64" else np.float32)
+    dtype = operand_dtypes({"x": x.dtype})[1]
     return arrays.result("maximum", dtype, shape), arrays.result("total", dtype, shape)
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cuflash.problem import Problem
+from cuflash import host
+from cuflash.problem import Problem, operand_dtypes
 
 Array = NDArray[Any]
 
@@ -28,10 +29,10 @@ def safe_softmax(x: Array, y: Array, maximum: None = None, total: None = None) -
     dtype = _accumulate(x)
     with np.errstate(all="ignore"):
         row_max = np.full(x.shape[:-1], -np.inf, dtype)
-        for part in _blocks(x):
+        for part in _parts(x):
             np.fmax(row_max, np.fmax.reduce(x[..., part].astype(dtype), axis=-1), out=row_max)
         row_sum = np.zeros_like(row_max)
-        for part in _blocks(x):
+        for part in _parts(x):
             row_sum += _exponentials(x[..., part].astype(dtype), row_max).sum(axis=-1)
         _store(x, y, row_max, row_sum)
 
@@ -41,7 +42,7 @@ def online_softmax(x: Array, y: Array | None, maximum: Array | None, total: Arra
     dtype = _accumulate(x)
     with np.errstate(all="ignore"):
         row_max, row_sum = np.full(x.shape[:-1], -np.inf, dtype), np.zeros(x.shape[:-1], dtype)
-        for part in _blocks(x):
+        for part in _parts(x):
             block = x[..., part].astype(dtype)
             larger = np.fmax(row_max, np.fmax.reduce(block, axis=-1))
             row_sum = row_sum * _rescale(np, row_max, larger) + _exponentials(block, larger).sum(axis=-1)
@@ -72,7 +73,7 @@ def standard_attention(problem: Problem, q: Array, k: Array, v: Array, p: Array,
         s *= dtype(problem.scale)
         p[...] = s  # what standard attention writes, and reads again
         s[...] = p
-        for rows in _spans(problem.m, ROW_BLOCK):
+        for rows in host.blocks(problem.m, ROW_BLOCK):
             np.copyto(s[..., rows, :], -np.inf, where=problem.band.hidden(rows.start, rows.stop, 0, problem.n))
         row_max = np.fmax.reduce(s, axis=-1, initial=-np.inf)
         _exponentials(s, row_max)
@@ -112,7 +113,7 @@ def flash1_attention(problem: Problem, q: Array, k: Array, v: Array, o: Array, m
     maximum.fill(-np.inf)
     total.fill(0)
     with np.errstate(all="ignore"):
-        for keys in _spans(problem.n, KEY_BLOCK):
+        for keys in host.blocks(problem.n, KEY_BLOCK):
             k_block, v_block = (x[..., keys, :].astype(dtype) for x in (k, v))
             for rows in _seeing(problem, keys):
                 s = _scores(problem, q, k_block, rows, keys)
@@ -146,7 +147,7 @@ def flash1_attention_backward(
     dtype, batch = _accumulate(q), problem.batch
     sums = {name: np.zeros((*batch, *x.shape[-2:]), dtype) for name, x in (("dq", dq), ("dk", dk), ("dv", dv))}
     with np.errstate(all="ignore"):
-        for keys in _spans(problem.n, KEY_BLOCK):
+        for keys in host.blocks(problem.n, KEY_BLOCK):
             k_block, v_block = (x[..., keys, :].astype(dtype) for x in (k, v))
             for rows in _seeing(problem, keys):
                 do_block = do[..., rows, :].astype(dtype)
@@ -171,13 +172,9 @@ def _scores(problem: Problem, q: Array, k_block: Array, rows: slice, keys: slice
     return s
 
 
-def _spans(length: int, step: int) -> Iterator[slice]:
-    return (slice(at, min(at + step, length)) for at in range(0, length, step))
-
-
 def _seeing(problem: Problem, keys: slice) -> Iterator[slice]:
     """Blocks of rows of which some sees some of the keys."""
-    return (x for x in _spans(problem.m, ROW_BLOCK) if x.stop - 1 + problem.band.hi >= keys.start)
+    return (x for x in host.blocks(problem.m, ROW_BLOCK) if x.stop - 1 + problem.band.hi >= keys.start)
 
 
 def _matmul(a: Array, b: Array, dtype: type[np.floating[Any]]) -> Array:
@@ -195,14 +192,14 @@ def _fill(gradient: Array, value: Array) -> None:
 
 
 def _accumulate(x: Array) -> type[np.floating[Any]]:
-    return np.float64 if x.dtype.name == "float64" else np.float32
+    return operand_dtypes({"x": x.dtype})[1].type
 
 
-def _blocks(x: Array) -> Iterator[slice]:
+def _parts(x: Array) -> Iterator[slice]:
     """Parts of the rows, all rows at once."""
     length = x.shape[-1]
     step = max(1, BLOCK_SIZE // max(1, math.prod(x.shape[:-1])))
-    return _spans(length, step)
+    return host.blocks(length, step)
 
 
 def _exponentials(block: Array, row_max: Array) -> Array:
@@ -218,7 +215,7 @@ def _rescale(xp: Any, old: Any, now: Any) -> Any:
 
 def _store(x: Array, y: Array, row_max: Array, row_sum: Array) -> None:
     """The last pass."""
-    for part in _blocks(x):
+    for part in _parts(x):
         block = _exponentials(x[..., part].astype(row_max.dtype), row_max)
         block /= row_sum[..., None]
         y[..., part] = block

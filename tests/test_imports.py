@@ -32,7 +32,7 @@ ALLOWED = {
     "calls": {"arrays", "host", "launch", "problem"},
     "api": {"arrays", "calls", "problem"},
     "lineage_tiles": {"compile", "tiles"},
-    "lineage_host": {"problem"},
+    "lineage_host": {"host", "problem"},
     "lineage_launch": {"compile", "launch", "lineage_tiles", "memory", "params", "problem", "tiles"},
     "lineage": {"api", "arrays", "calls", "lineage_host", "lineage_launch", "lineage_tiles", "problem"},
     "traffic": {"lineage_tiles", "problem", "tiles"},
