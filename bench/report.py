@@ -269,11 +269,9 @@ def plots(table: Sequence[Row], folder: Path, stem: str) -> list[Path]:
                     if points:
                         style = {"c": "black", "lw": 2.5} if name == OURS else {"c": f"C{index - 1}", "lw": 1.2}
                         axis.plot(*zip(*points, strict=True), marker="o", ms=3, label=TITLES.get(name, name), **style)
-                axis.set_xscale("log", base=2)
-                axis.xaxis.set_major_formatter(lambda x, _: f"{x:.0f}" if x < 1024 else f"{x / 1024:.0f}k")
                 axis.set_ylim(bottom=0)
                 axis.set_title(f"d {head_dim}{', causal' if causal else ''}", fontsize=10)
-                axis.grid(alpha=0.3)
+                by_length(axis)
         axes[0][0].set_ylabel("TFLOP/s")
         axes[1][0].set_ylabel("TFLOP/s")
         handles, labels = axes[0][0].get_legend_handles_labels()
@@ -285,6 +283,13 @@ def plots(table: Sequence[Row], folder: Path, stem: str) -> list[Path]:
         pyplot.close(figure)
         written.append(path)
     return written
+
+
+def by_length(axis: Any) -> None:
+    """The look of a panel over sequence lengths."""
+    axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_formatter(lambda x, _: f"{x:.0f}" if x < 1024 else f"{x / 1024:.0f}k")
+    axis.grid(alpha=0.3)
 
 
 def newest(folder: Path) -> Path | None:

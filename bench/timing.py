@@ -74,7 +74,7 @@ class Stopwatch:
         one = self._prepared[name]
         return self._wall(one) if one.wait is not None else self._events(one.run, calls)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         """Evict all that L2 holds. Reading after writing leaves nothing in it that has yet to be written back: that
         would be traffic of the call that is timed. Both take long enough for the host to stay ahead of the device.
         """
@@ -84,9 +84,9 @@ class Stopwatch:
     def _events(self, run: Callable[[], Any], calls: int) -> list[float]:
         cuda = self._cupy.cuda
         pairs = [(cuda.Event(), cuda.Event()) for _ in range(calls)]
-        self._flush()
+        self.flush()
         for start, end in pairs:
-            self._flush()
+            self.flush()
             start.record()
             run()
             end.record()

@@ -115,7 +115,7 @@ def workload(shape: Shape) -> None:
         call()  # compiled and loaded before it counts
         device.free_memory()
         call()  # and its memory is allocated
-        Stopwatch({})._flush()
+        Stopwatch({}).flush()
         with profile():
             call()
         device.free_memory()

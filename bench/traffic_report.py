@@ -18,7 +18,8 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from bench import rows
-from bench.report import table_of
+from bench.report import by_length, table_of
+from bench.traffic import ATTENTIONS
 
 Row = Mapping[str, Any]
 
@@ -30,7 +31,6 @@ COLORS = {
     "standard": "tab:red", "flash1": "tab:orange", "cuflash": "black", "safe_softmax": "tab:purple",
     "online_softmax": "tab:blue",
 }  # fmt: skip
-ATTENTIONS = ("standard", "flash1", "cuflash")
 PASSES = {"safe_softmax": (3, 1), "online_softmax": (2, 1)}
 """Loads and stores of each element."""
 
@@ -44,9 +44,8 @@ RATIO_BAR, RATIO_AT = 10, 8192
 
 def latest(table: Iterable[Row]) -> list[Row]:
     """The last row of each shape and algorithm, by length."""
-    key = ("algorithm", "dtype", "causal", "head_dim", "seqlen")
-    found = {tuple(row[name] for name in key): row for row in sorted(table, key=lambda row: row["run"])}
-    return sorted(found.values(), key=lambda row: (row["dtype"], row["causal"], row["head_dim"], row["seqlen"]))
+    found = {(row["algorithm"], *_shape(row)): row for row in sorted(table, key=lambda row: row["run"])}
+    return sorted(found.values(), key=_shape)
 
 
 def moved(row: Row) -> int:
@@ -153,7 +152,7 @@ def _draw_attentions(table: Sequence[Row]) -> Any:
             axis.set_yscale("log")
             axis.set_ylabel(unit)
             axis.set_title(f"{head_dim} features", fontsize=10)
-            _by_length(axis)
+            by_length(axis)
     for axis in panels[-1]:
         axis.set_xlabel("sequence length")
     panels[0][0].plot([], [], ls="--", color="gray", label="predicted")
@@ -182,18 +181,12 @@ def _draw_softmaxes(table: Sequence[Row]) -> Any:
         axis.set_title(f"{TITLES[algorithm]}: {wanted[0]} + {wanted[1]} passes", fontsize=10)
         axis.set_xlabel("length of a row")
         axis.set_ylim(0, 3.5)
-        _by_length(axis)
+        by_length(axis)
     panels[0].set_ylabel("bytes moved / bytes of the array")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
     figure.suptitle(f"Loads and stores of a softmax, {_where(table)}")
     return figure
-
-
-def _by_length(axis: Any) -> None:
-    axis.set_xscale("log", base=2)
-    axis.xaxis.set_major_formatter(lambda x, _: f"{x:.0f}" if x < 1024 else f"{x / 1024:.0f}k")
-    axis.grid(alpha=0.3)
 
 
 def _where(table: Sequence[Row]) -> str:
