@@ -259,10 +259,10 @@ def test_tf32_is_told_from_float32() -> None:
 def test_the_section_lands_between_the_markers(tmp_path: Path) -> None:
     results, readme = tmp_path / "h200.json", tmp_path / "README.md"
     results.write_text(json.dumps(fixture_rows()))
-    readme.write_text(f"# Title\n\n{report.BEGIN}\nold\n{report.END}\n\nrest\n")
+    readme.write_text("# Title\n\n<!-- results:begin -->\nold\n<!-- results:end -->\n\nrest\n")
     assert report.main([str(results), "--readme", str(readme)]) == 0
     text = readme.read_text()
-    assert text.startswith(f"# Title\n\n{report.BEGIN}\n") and text.endswith(f"{report.END}\n\nrest\n")
+    assert text.startswith("# Title\n\n<!-- results:begin -->\n") and text.endswith("<!-- results:end -->\n\nrest\n")
     assert "old" not in text and "NVIDIA H200, 2026-01-02" in text and "bfloat16 matrix product 700 TFLOP/s" in text
     assert "| forward | bfloat16 | 64 | 0.80 | 8.00 |" in text
     assert "| forward | bfloat16 | 64 | yes | 80 | 80 | 80 | 80 | 80 | 80 |" in text
