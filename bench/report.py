@@ -34,7 +34,8 @@ SHAPE = (
 TITLES = {
     "cuflash_sm80": "cuflash, sm80 kernels", "sdpa_flash": "torch FlashAttention-2", "sdpa_cudnn": "torch cuDNN",
     "sdpa_efficient": "torch efficient", "sdpa_math": "torch math", "fa3": "FlashAttention-3",
-    "fa3_jax": "FlashAttention-3 (JAX)", "fa4": "FlashAttention-4", "cudnn_fe": "cuDNN frontend", "cupy": "plain CuPy",
+    "fa3_jax": "FlashAttention-3 (JAX)", "fa4": "FlashAttention-4",
+    "fa4_deterministic": "FlashAttention-4, deterministic", "cudnn_fe": "cuDNN frontend", "cupy": "plain CuPy",
 }  # fmt: skip
 
 

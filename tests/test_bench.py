@@ -83,7 +83,7 @@ def test_a_device_names_its_file(name: str, expected: str) -> None:
 def test_every_contender_of_the_design_is_registered() -> None:
     assert set(PEERS) == {
         "cuflash", "cuflash_sm80", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math", "fa3", "fa3_jax", "fa4",
-        "cudnn_fe", "cupy",
+        "fa4_deterministic", "cudnn_fe", "cupy",
     }  # fmt: skip
 
 
@@ -94,6 +94,7 @@ def test_absent_and_unable_peers_say_why() -> None:
             reason = PEERS[name].refusal(half, "forward")
             assert reason is not None and reason.endswith("is not installed")
     assert PEERS["fa4"].refusal(half, "lse") == "has no lse"
+    assert PEERS["fa4_deterministic"].refusal(half, "forward") == "has no forward"
     assert PEERS["fa4"].refusal(problems.full("float64")[0], "forward") == "has no float64"
     tf32 = Problem(dtype="float32", head_dim=64, batch=1, heads=1, seqlen=8, precision="tf32")
     assert PEERS["sdpa_efficient"].refusal(tf32, "forward") == "has no precision"
