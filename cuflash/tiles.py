@@ -166,6 +166,7 @@ class Tile:
         bias = 4 * SM90_BIAS_STAGES * self.block_n
         bias += 0 if self.value_dim else 16  # and tiles of nothing
         work = SM90_WORKS * 16 * (2 + self.block_m // 64 + 1)
+        work += 32 * (self.block_m // 64)  # and of softcap the series that warps need
         nbytes = q + self.stages * (k + v) + bias + barriers + work
         return -(-nbytes // 1024) * 1024  # panels begin at multiples of 1024 bytes
 

@@ -51,6 +51,8 @@ constexpr bool kBets = kOverlaps && kPlanes == 1 && (kConsumers == 2 || kTile.bl
 // A softcap with wide values or key_bias takes all registers: descriptors of Q are then made for each block, and scores
 // are formed part by part.
 constexpr bool kTight = kBets && kSoftcap && (kTile.value_dim > 128 || kKeyBias);
+// With a softcap on a series, the same for all warps of a warpgroup.
+constexpr bool kBetsOnSeries = kBets && kSoftcap;
 // Pairs of p that a bet forms under the last output, half of them. Without a softcap there is no gain where that output
 // is there at once, of few features, or weights are in the registers.
 constexpr int kEarly = kSoftcap || (!kKeyBias && kTile.value_dim > 64) ? kTile.block_n / 8 : 0;
@@ -59,6 +61,7 @@ constexpr bool kOneLoop = kConsumers == 3;
 // The scale is part of the terms, not of the exponent, where key_bias is: of softcap alone the cap is there.
 static_assert(kPrescaled == (kSoftcap || kKeyBias));
 static_assert(kOverlaps || !kCrossTiles, "the registers of scores in flight");
+static_assert(!kBetsOnSeries || (kTakeTurns && !kOneLoop), "a turn is the barrier between what warps write and read");
 // A CTA claims its next tile when so many blocks of this one are still to be copied: early enough to be answered in
 // time, and late, as what it claims waits for all that it has before.
 constexpr int kBlocksAfterClaim = 2;
@@ -130,6 +133,7 @@ struct SharedStorage {
   u64 work_read[kWorks];      // the record is there when the tile's Q is
   const float* key_bias_row;  // the producer's: of the tile's batch position
   TileWork work[kWorks];      // of no rows after the last
+  SeriesOfWarps series[kConsumers];
 };
 static_assert(!kCrossTiles || (sizeof(StagedRows) <= sizeof(Planes<QTile>) && sizeof(Output) == 2),
               "o is staged where q was, by pairs");
@@ -338,6 +342,17 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
   PipelineState<kBiasStages> bias;
   Scores s;
   Tangent tangent(params);
+  u32 reach = NoSeries::kReach;  // of the warpgroup's series, as its warps had it a step ago
+  int next_set = 0;              // of what they need
+  const auto write_reach = [&](u32 of_warp) {
+    if constexpr (kBetsOnSeries) smem.series[group].write(next_set, of_warp);
+  };
+  const auto read_reach = [&] {
+    if constexpr (kBetsOnSeries) {
+      reach = smem.series[group].furthest(next_set);
+      next_set ^= 1;
+    }
+  };
   const auto issue_scores = [&] {
     int stage = q.stage;
     if constexpr (kTight) asm volatile("" : "+r"(stage));  // or they are made once, and held
@@ -432,8 +447,11 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
       if (masked) mask_by_limits(s, params, row0, block * kTile.block_n);
       return softmax.update(s, rescale);
     };
-    // The scores of a block, and the output of the one before under their softmax.
-    const auto step = [&](auto masked) {
+    // The scores of a block, and the output of the one before under their softmax. With a softcap, the series that a
+    // bet is on; without one scores are formed.
+    const auto step = [&](auto masked, auto series) {
+      using Series = decltype(series);
+      constexpr bool kForms = kSoftcap && kSame<Series, NoSeries>;
       mbarrier_wait(smem.k_barriers[k.stage].full, k.parity);
       take_turn();
       issue_scores();
@@ -442,9 +460,10 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
       wait_for_bias();
       Bias::OfLane weights;  // for a bet, read while products are formed
       if constexpr (kKeyBias && kBets) {
-        if (!masked) smem.key_bias[bias.stage].load(weights);
+        if (!kForms && !masked) smem.key_bias[bias.stage].load(weights);
       }
-      const Tangent::Exponents<LowSeries> low_series(tangent);
+      Tangent::Exponents<Series> exponents(tangent);
+      read_reach();
       wgmma_wait<kOverlaps>(s);
       finish_scores();
       const auto finish = [&] {
@@ -454,9 +473,11 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
         }
       };
       // p, of which the output before is formed, is free when that is finished: before a bet, within it, or in the end.
-      const bool bets = kBets && !masked, finishes_last = !kBets || (!kOneLoop && masked);
+      const bool bets = kBets && !kForms && !masked, finishes_last = !kBets || kForms || (!kOneLoop && masked);
       if (kEarly == 0 && !finishes_last) finish();
-      const auto finish_within = [&] {
+      // What the first half of a bet came to is part of what is written, or the compiler would form it after the wait.
+      const auto finish_within = [&](bool is_good) {
+        write_reach(is_good ? tangent.reach() : NoSeries::kReach);
         if constexpr (kEarly > 0) finish();
       };
       const auto bet = [&](auto exponent, auto has_lost) {
@@ -468,34 +489,33 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
       const auto of_biased = [&](float x, float minus_mc, int i) {
         return fma(fma(x, params.scale, weights[i]), softmax.c, minus_mc);
       };
-      const auto bet_capped = [&](auto exponents) {
-        const auto of_capped = [&](float x, float minus_mc, int i) {
-          return exponents.of(x, kKeyBias ? fma(weights[i], softmax.c, minus_mc) : minus_mc);
-        };
-        return bet(of_capped, [&] { return exponents.lost(); });
-      };
       // On raw scores: those that terms have not been added to.
       const auto bet_raw = [&] {
-        if constexpr (!kSoftcap && !kKeyBias) {
+        if constexpr (kForms) {
+          return false;
+        } else if constexpr (!kSoftcap && !kKeyBias) {
           return bet(of_formed, never);
         } else if constexpr (!kSoftcap) {
           return bet(of_biased, never);
         } else {
-          if (tangent.series() > 0) return bet_capped(Tangent::Exponents<HighSeries>(tangent));
-          return bet_capped(low_series);
+          const auto of_capped = [&](float x, float minus_mc, int i) {
+            return exponents.of(x, kKeyBias ? fma(weights[i], softmax.c, minus_mc) : minus_mc);
+          };
+          return bet(of_capped, [&] { return exponents.lost(); });
         }
       };
       bool won = false, moved = false;
-      if (bets && (!kSoftcap || tangent.has_series())) {
+      if (bets) {
         won = bet_raw();
       } else if (!finishes_last) {
-        finish_within();
+        finish_within(true);
       }
       if (!won) {
         add_terms();
         moved = scores_to_p(masked);
         if (finishes_last) finish();
         if constexpr (kHasValue) p.from(s);
+        write_reach(tangent.reach());
       }
       release_bias();
       if constexpr (!kHasValue) return;
@@ -512,6 +532,7 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
       finish_scores();
       wait_for_bias();
       add_terms();
+      write_reach(tangent.reach());
       release_bias();
       scores_to_p(!blocks.is_full(block));
       p.from(s);
@@ -526,16 +547,27 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
       --block;
     }
     if constexpr (kOneLoop) {
-      for (; block >= blocks.begin; --block) step(!blocks.is_full(block));
+      for (; block >= blocks.begin; --block) step(!blocks.is_full(block), NoSeries{});
+    } else if constexpr (kBetsOnSeries) {
+      const auto bet_while_full = [&](auto series) {
+        for (; block >= blocks.begin && blocks.is_full(block) && reach == series.kReach; --block)
+          step(Flag<false>{}, series);
+      };
+      while (block >= blocks.begin) {
+        bet_while_full(LowSeries{});
+        bet_while_full(HighSeries{});
+        for (; block >= blocks.begin && (!blocks.is_full(block) || reach == NoSeries::kReach); --block)
+          step(!blocks.is_full(block), NoSeries{});
+      }
     } else if constexpr (kSoftcap) {  // so much code that one piece for both masked ends spills less
       while (block >= blocks.begin) {
-        for (; block >= blocks.begin && !blocks.is_full(block); --block) step(Flag<true>{});
-        for (; block >= blocks.begin && blocks.is_full(block); --block) step(Flag<false>{});
+        for (; block >= blocks.begin && !blocks.is_full(block); --block) step(Flag<true>{}, NoSeries{});
+        for (; block >= blocks.begin && blocks.is_full(block); --block) step(Flag<false>{}, NoSeries{});
       }
     } else {
-      for (; block >= blocks.begin && block >= blocks.full_end; --block) step(Flag<true>{});
-      for (; block >= blocks.begin && block >= blocks.full_begin; --block) step(Flag<false>{});
-      for (; block >= blocks.begin; --block) step(Flag<true>{});
+      for (; block >= blocks.begin && block >= blocks.full_end; --block) step(Flag<true>{}, NoSeries{});
+      for (; block >= blocks.begin && block >= blocks.full_begin; --block) step(Flag<false>{}, NoSeries{});
+      for (; block >= blocks.begin; --block) step(Flag<true>{}, NoSeries{});
     }
     const BatchIndex batch = smem.work[w.stage].batch;
     mbarrier_arrive(smem.work_read[w.stage]);

@@ -102,8 +102,8 @@ struct OnlineSoftmax {
   // changed, and update() is next: it moves the reference of each row that lost, so that the next bet is good. What a
   // lane sums of a row is not small where one p is not, a score or the reference is NaN, or the row has seen no key.
   // exponent(score, -mc, number of the lane's column) need not be the FMA of update(); has_lost(): whether it was not
-  // right for all of the lane's scores. finish() waits for whoever still reads what pack() writes: kEarly pairs are
-  // formed before.
+  // right for all of the lane's scores. finish(is_good) waits for whoever still reads what pack() writes: kEarly pairs
+  // are formed before, and by their sums the lane has not lost yet.
   template <int kEarly, int kCols, class Exponent, class Lost, class Finish, class Pack>
   __device__ __forceinline__ bool bet(const Fragment<1, kCols>& s, Exponent exponent, Lost has_lost, Finish finish,
                                       Pack pack) {
@@ -123,7 +123,7 @@ struct OnlineSoftmax {
     };
 #pragma unroll
     for (int i = 0; i < kEarly; ++i) form(early[i], i);
-    finish();
+    finish(sum[0] <= kMost && sum[1] <= kMost);
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
       Accumulator late[2];

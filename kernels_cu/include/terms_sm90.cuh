@@ -13,6 +13,7 @@ namespace cuflash {
 // tanh(x) = x q(x^2 - limit^2) for |x| < limit: minimax in relative error. From the limit on, the argument of q is not
 // negative, which is how a score beyond it shows.
 struct LowSeries {  // within 2^-22.7
+  static constexpr u32 kReach = 0;
   static constexpr int kTerms = 3;
   static constexpr double kLimit = 0.21;
   static __device__ constexpr double term(int i) {
@@ -21,6 +22,7 @@ struct LowSeries {  // within 2^-22.7
   }
 };
 struct HighSeries {  // within 2^-23.1
+  static constexpr u32 kReach = 1;
   static constexpr int kTerms = 6;
   static constexpr double kLimit = 0.85;
   static __device__ constexpr double term(int i) {
@@ -30,11 +32,15 @@ struct HighSeries {  // within 2^-23.1
   }
 };
 
+struct NoSeries {
+  static constexpr u32 kReach = 2;
+};
+
 // tanh of score * scale / cap. Which series serves raw scores is what the last block that has been formed showed: of
 // the whole warp, so that there are no choices element by element.
 class Tangent {
   float scale, factor;
-  int number = 2;  // of that series: 0 LowSeries, 1 HighSeries, 2 none
+  u32 needed = NoSeries::kReach;
 
   // The coefficients of raw scores hold powers of the factor: whether the first and the last, and so all of them, are
   // far from the ends of float32.
@@ -65,8 +71,8 @@ class Tangent {
   __device__ __forceinline__ explicit Tangent(const Params& params)
       : scale(params.scale), factor(params.scale / params.softcap) {}
 
-  __device__ __forceinline__ int series() const { return number; }
-  __device__ __forceinline__ bool has_series() const { return number < 2; }
+  // That of the series.
+  __device__ __forceinline__ u32 reach() const { return needed; }
 
   // Forms scores. kRare: as they are not the rule, LowSeries is left out, to save code. The warp chooses once for every
   // kPart columns: each part is a piece of code of its own, or the compiler would hold all scores twice.
@@ -98,7 +104,9 @@ class Tangent {
         for_each([](float& x) { x = of_any(x); });
       }
     }
-    number = all_low && has_coefficients<LowSeries>() ? 0 : all_high && has_coefficients<HighSeries>() ? 1 : 2;
+    needed = all_low && has_coefficients<LowSeries>()     ? LowSeries::kReach
+             : all_high && has_coefficients<HighSeries>() ? HighSeries::kReach
+                                                          : NoSeries::kReach;
   }
 
   // From a raw score to its exponent of 2, while all of them are within the limit: the coefficients hold every factor.
@@ -128,6 +136,32 @@ class Tangent {
     // Whether a score of this lane was beyond the limit, or none.
     __device__ __forceinline__ bool lost() const { return int(signs) >= 0; }
   };
+};
+
+template <>
+class Tangent::Exponents<NoSeries> {
+ public:
+  __device__ __forceinline__ explicit Exponents(const Tangent&) {}
+};
+
+// Which series the warps of a warpgroup need. All of them bet on the furthest, since products are waited for within a
+// bet, which has to be the same instruction for the four. Of two sets one is read after the barrier that follows its
+// writing, while the other is written.
+struct SeriesOfWarps {
+  alignas(16) u32 reach[2][4];
+
+  __device__ __forceinline__ void write(int set, u32 of_warp) {
+    if (lane_id() == 0) st_shared(shared_address(&reach[set][warp_id() % 4]), of_warp);
+  }
+  __device__ __forceinline__ u32 furthest(int set) const {
+    u32 x[4];
+    ld_shared(x, shared_address(reach[set]));
+    const u32 most = max_of(max_of(x[0], x[1]), max_of(x[2], x[3]));
+    // By votes, as the compiler is to see that lanes do not part.
+    return __any_sync(kFullWarp, most == NoSeries::kReach)     ? NoSeries::kReach
+           : __any_sync(kFullWarp, most == HighSeries::kReach) ? HighSeries::kReach
+                                                               : LowSeries::kReach;
+  }
 };
 
 // The weights of a block's keys. One of -inf takes its key away whatever the score, where the FMA is right for finite
