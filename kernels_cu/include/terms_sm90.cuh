@@ -43,14 +43,14 @@ class Tangent {
   u32 needed = NoSeries::kReach;
 
   // The coefficients of raw scores hold powers of the factor: whether the first and the last, and so all of them, are
-  // far from the ends of float32.
+  // far from the ends of float32. LowSeries has its inverse powers, the fifth among them.
   template <class Series>
   __device__ __forceinline__ bool has_coefficients() const {
-    const auto is_normal = [](float x) { return fabsf(x) > 1e-34f && fabsf(x) < 1e34f; };
-    float last = scale;
+    const auto is_within = [](float x, float most) { return fabsf(x) > 1 / most && fabsf(x) < most; };
+    float power = 1, last = scale;
 #pragma unroll
-    for (int i = 1; i < Series::kTerms; ++i) last *= factor * factor;
-    return is_normal(scale) && is_normal(last);
+    for (int i = 1; i < Series::kTerms; ++i) power *= factor * factor, last *= factor * factor;
+    return is_within(scale, 1e34f) && is_within(last, 1e34f) && (!kSame<Series, LowSeries> || is_within(power, 1e30f));
   }
 
   template <class Series>
@@ -118,7 +118,7 @@ class Tangent {
    public:
     __device__ __forceinline__ explicit Exponents(const Tangent& tangent) {
       float f2 = tangent.factor * tangent.factor;
-      if constexpr (kSoftcap) asm volatile("" : "+f"(f2));  // made for each block, not held in registers over all
+      asm volatile("" : "+f"(f2));  // made for each block, not held in registers over all
       limit = float(Series::kLimit * Series::kLimit) * rcp(f2);
       float power = tangent.scale;
 #pragma unroll
@@ -136,6 +136,39 @@ class Tangent {
     // Whether a score of this lane was beyond the limit, or none.
     __device__ __forceinline__ bool lost() const { return int(signs) >= 0; }
   };
+};
+
+// Three terms as x factor ((x^2 + shift)^2 + offset): by Horner's rule each multiply-add has one more register to read,
+// which is what it waits for beside running products. x^2 + shift is negative within the limit, and its bits are the
+// less the nearer to the limit, and less yet beyond.
+template <>
+class Tangent::Exponents<LowSeries> {
+  static constexpr double kLog2E = 1.4426950408889634;
+  static constexpr double kSquare = LowSeries::kLimit * LowSeries::kLimit;
+  static constexpr double kAtLimit = LowSeries::term(1) / (2 * LowSeries::term(2));  // x^2 + shift there
+  static constexpr double kSlope = LowSeries::term(0) - kSquare * (LowSeries::term(1) - kSquare * LowSeries::term(2));
+  float shift, offset, factor, at_limit;
+  u32 least = 0xffffffffu;
+
+ public:
+  __device__ __forceinline__ explicit Exponents(const Tangent& tangent) {
+    float f2 = tangent.factor * tangent.factor;
+    asm volatile("" : "+f"(f2));  // made for each block, not held in registers over all
+    const float inverse = rcp(f2);
+    shift = float(kAtLimit - kSquare) * inverse;
+    at_limit = float(kAtLimit) * inverse;
+    factor = tangent.scale * f2 * f2 * float(LowSeries::term(2) * kLog2E);
+    // From the slope at 0, which is right so whatever the others were rounded to.
+    const float slope = tangent.scale * float(kSlope * kLog2E), over_factor = rcp(factor);
+    const float quotient = slope * over_factor;
+    offset = fmaf(-shift, shift, fmaf(fmaf(-quotient, factor, slope), over_factor, quotient));
+  }
+  __device__ __forceinline__ float of(float x, float minus_reference) {
+    const float u = fmaf(x, x, shift);
+    least = min_of(least, __float_as_uint(u));
+    return fmaf(x * fmaf(u, u, offset), factor, minus_reference);
+  }
+  __device__ __forceinline__ bool lost() const { return least < __float_as_uint(at_limit); }
 };
 
 template <>
