@@ -28,6 +28,8 @@ SMEM_LIMIT = {
 FUSED = "attention_backward_dqkv"
 """dq, dk and dv in one kernel: plain variants with 16-byte loads only."""
 
+DKV = "attention_backward_dkv"
+
 NARROW = "attention_narrow"
 """The forward for few features, by multiply-adds: one variant a row, with key_bias, without softcap. It takes any
 strides; that of the sm90 family rows that lie one after the other."""
@@ -142,13 +144,22 @@ class Tile:
             return self._sm90_lanes_bytes(ITEMSIZE[dtype])
         if operation == NARROW_F64:
             return self._sm90_narrow_f64_bytes()
-        if operation not in ("attention_forward", FUSED):
+        if operation not in ("attention_forward", DKV, FUSED):
             return 0
         planes = params.planes(dtype, precision)
 
         def panels(rows: int, cols: int) -> int:  # of 64 columns
             return 2 * planes * rows * -(-cols // 64) * 64
 
+        if operation == DKV:
+            keys = panels(self.block_n, self.head_dim) + panels(self.block_n, self.value_dim)
+            # of Q with lse, or dO with delta, and barriers
+            slot = (
+                max(panels(self.block_m, self.head_dim), panels(self.block_m, self.value_dim)) + 4 * self.block_m + 16
+            )
+            # p, twice, with barriers of four warps; barriers of K and V, and the work
+            nbytes = keys + 2 * self.stages * slot + 2 * (4 * self.block_m * self.block_n + 4 * 16) + 2 * 16 + 3 * 32
+            return -(-nbytes // 1024) * 1024
         if operation == FUSED:
             keys = panels(self.block_n, self.head_dim) + panels(self.block_n, self.value_dim)
             queries = panels(self.block_m, self.head_dim) + panels(self.block_m, self.value_dim)
@@ -427,6 +438,11 @@ SM90_BACKWARD: dict[int, Tile] = {
     d: Tile(d, d, m, 128, stages, 12) for d, m, stages in ((64, 128, 2), (96, 64, 2), (128, 64, 2))
 }
 """Rows of `FUSED` in the sm90 family, for 16 bits."""
+
+SM90_BACKWARD_DKV: tuple[Tile, ...] = tuple(
+    Tile(d, e, 64, 64, stages, 12) for d, e, stages in ((192, 128, 3), (192, 192, 3), (256, 256, 2))
+)
+"""Rows of `DKV` in the sm90 family, for 16 bits and more features than `SM90_BACKWARD` has, the narrowest first."""
 
 SM90_NARROW: dict[str, dict[int, Tile]] = {
     # two CTAs of 128 registers; 4 rows a warp in thrice as many CTAs were half again as slow
@@ -763,6 +779,20 @@ def sm90_backward_variant(dtype: str, tile: Tile, ordered: bool) -> Variant:
     return Variant(FUSED, "sm90", "90a", dtype, dtype, tile, (), "16", False, ordered)
 
 
+def sm90_backward_dkv(dtype: str, d: int, e: int) -> Tile | None:
+    """The tile of the sm90 family's backward of keys and values alone, None where it has none."""
+    if kind(dtype) != "16 bits" or max(d, e) <= max(SM90_BACKWARD):
+        return None
+    return next((tile for tile in SM90_BACKWARD_DKV if tile.head_dim >= d and tile.value_dim >= e), None)
+
+
+def sm90_backward_dkv_variant(dtype: str, tile: Tile) -> Variant:
+    """The kernel of what `sm90_backward_dkv` gives."""
+    from cuflash.compile import Variant
+
+    return Variant(DKV, "sm90", "90a", dtype, dtype, tile, (), "16", False)
+
+
 def sm90_few(operation: str, dtype: str, d: int) -> Variant | None:
     """The kernel of an operation of `SM90_FEW` for exactly so many features, None where it has none."""
     from cuflash.compile import Variant
@@ -786,6 +816,7 @@ def _sm90_variants() -> list[Variant]:
     for dtype in (dtype for dtype in ITEMSIZE if kind(dtype) == "16 bits"):
         for tile, ordered in itertools.product(SM90_BACKWARD.values(), (True, False)):
             found.append(sm90_backward_variant(dtype, tile, ordered))
+        found += [sm90_backward_dkv_variant(dtype, tile) for tile in SM90_BACKWARD_DKV]
         found += [row_variant("attention_delta", dtype, load, "90a", "sm90") for load in ("16", "strided")]
     return found
 

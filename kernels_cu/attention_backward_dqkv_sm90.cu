@@ -7,9 +7,8 @@
 // keys after another. A CTA sums dk and dv over the batch axes on which they were broadcast, in a fixed order: no
 // atomics.
 #include "gemm_sm90.cuh"
-#include "blocks.cuh"
 #include "dq_turns_sm90.cuh"
-#include "locate.cuh"
+#include "key_work_sm90.cuh"
 #include "mask.cuh"
 #include "pipeline_sm90.cuh"
 #include "ptx/barrier.cuh"
@@ -30,8 +29,6 @@ constexpr int kProducerRegisters = 24, kConsumerRegisters = (504 - kProducerRegi
 constexpr bool kEarlyP = !kSplitRows;
 constexpr int kDsBuffers = 2, kSendBuffers = 2;
 constexpr int kConsumerWarps = 4 * kConsumers;  // warps that fill a buffer of results
-// The producer works out the next one while that of the tile before is still read.
-constexpr int kWorks = 3;
 static_assert(kTile.block_n == 64 * kConsumers, "each consumer warpgroup has 64 keys");
 static_assert(kSplitRows ? kTile.head_dim == 64 : kTile.block_m == 64 && kTile.head_dim > 64 && kTile.head_dim <= 128);
 static_assert(kRowPadding % kTile.block_m == 0, "tiles of row vectors load whole");
@@ -49,50 +46,6 @@ using VTile = PanelTile<kTile.block_n, kTile.value_dim>;
 using DsTile = PanelTile<kTile.block_n, kTile.block_m>;  // transposed: rows are keys
 using Scores = Fragment<1, kTile.block_m>;               // likewise
 using DqHalf = Fragment<1, 64>;
-
-// A block of keys and the query blocks that see it, once for each batch position over which it is summed.
-struct KeyWork {
-  int block, owned;  // block: -1 after the last
-  BlockRange rows;
-  int first, steps;
-
-  __device__ __forceinline__ void locate(const Params& params, int tile) {
-    const int n_blocks = ceil_div(params.seqlen_k, kTile.block_n);
-    const Work work =
-        kDeterministic ? locate_section_rows(params, n_blocks, tile) : locate_in_section(params, n_blocks, tile);
-    block = work.block;
-    owned = work.owned;
-    const int key0 = block * kTile.block_n;
-    rows = query_blocks(params, key0, min_of(params.seqlen_k, key0 + kTile.block_n), kTile.block_m);
-    first = first_row_block(params, rows, block, n_blocks);
-    steps = (rows.end - rows.begin) * loop_count(params);
-  }
-};
-
-// Where a role is in its work: query blocks from the first one on, all round, batch position after batch position.
-struct Step {
-  int block, summed = 0;
-
-  __device__ __forceinline__ explicit Step(const KeyWork& work) : block(work.first) {}
-  // Whether it is at another batch position.
-  __device__ __forceinline__ bool next(const KeyWork& work) {
-    if (++block == work.rows.end) block = work.rows.begin;
-    if (block != work.first) return false;
-    ++summed;
-    return true;
-  }
-};
-
-// Where a role is among the tiles of its CTA: the record, and the phase of K and V.
-struct TileState {
-  int slot = 0;
-  u32 parity = 0;
-
-  __device__ __forceinline__ void next() {
-    slot = slot + 1 == kWorks ? 0 : slot + 1;
-    parity ^= 1;
-  }
-};
 
 struct RowVectors {
   alignas(16) float lse[kTile.block_m], delta[kTile.block_m];
@@ -127,10 +80,6 @@ struct SharedStorage {
 };
 static_assert(sizeof(SharedStorage) == kSmemBytes, "the tile table counts the same bytes");
 
-__device__ __forceinline__ int tile_count(const Params& params) {
-  return ceil_div(params.seqlen_k, kTile.block_n) * owned_count(params);
-}
-
 // One thread.
 __device__ __forceinline__ void produce(const TmaParams& tma, SharedStorage& smem) {
   const Params& params = tma.params;
@@ -150,7 +99,10 @@ __device__ __forceinline__ void produce(const TmaParams& tma, SharedStorage& sme
       mbarrier_arrive(smem.k_barriers.full);
       return;
     }
-    work.locate(params, tile);
+    const int n_blocks = ceil_div(params.seqlen_k, kTile.block_n);
+    work.locate(params, kDeterministic ? locate_section_rows(params, n_blocks, tile)
+                                       : locate_in_section(params, n_blocks, tile));
+    work.first = first_row_block(params, work.rows, work.block, n_blocks);
     Step step(work);
     BatchIndex batch;
     i64 batch_at;  // of lse and delta
