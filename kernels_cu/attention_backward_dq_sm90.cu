@@ -1,13 +1,12 @@
 // Backward of queries for sm_90a: as in the forward, a CTA has a tile of query rows and key blocks stream by, brought
 // by the copy engine. Two warpgroups multiply by wgmma, each of them 64 rows:
 //   s = Q K^T,  dp = dO V^T,  p = exp(s - lse),  ds = p (dp - delta),  dQ += ds K.
-// The products of a block are issued with those that the block before still lacks, dQ += ds K, and so are the first
-// ones of a tile with the last ones of the tile before. The first to end give up K, which thereby needs one buffer more
-// than V. CTAs stay and take one tile after another. A CTA sums over the batch axes on which q was broadcast, in a
-// fixed order: no atomics.
+// The last product of a block is issued with the first two of the next, also of the next tile: K is in use for a step
+// more than V, and has a buffer more. The last product comes first, so that its K is given up early. CTAs stay and take
+// one tile after another. A CTA sums over the batch axes on which q was broadcast, in a fixed order: no atomics.
 #include "gemm_sm90.cuh"
 #include "blocks.cuh"
-#include "clear_dq_sm90.cuh"
+#include "dq_clear_sm90.cuh"
 #include "locate.cuh"
 #include "mask.cuh"
 #include "pipeline_sm90.cuh"
@@ -23,7 +22,7 @@ constexpr int kConsumers = 2, kRows = 64;  // of a warpgroup
 // Of each thread: all of 504. Sums, scores and ds of consumers are to leave some 30 of theirs.
 constexpr int kProducerRegisters = kTile.head_dim / 2 + 5 * kTile.block_n / 4 > 200 ? 24 : 40,
               kConsumerRegisters = (504 - kProducerRegisters) / 2;
-// A single V comes in parts, by columns: while one is copied, others are still read.
+// A single V comes in parts, by columns, and dO likewise: while one is copied, others are still read.
 constexpr int kVParts = kTile.stages > 1             ? 1
                         : kTile.value_dim % 128 == 0 ? kTile.value_dim / 128
                                                      : kTile.value_dim / 64;

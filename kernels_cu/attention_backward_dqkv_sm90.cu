@@ -8,7 +8,7 @@
 // atomics.
 #include "gemm_sm90.cuh"
 #include "blocks.cuh"
-#include "clear_dq_sm90.cuh"
+#include "dq_clear_sm90.cuh"
 #include "dq_turns_sm90.cuh"
 #include "locate.cuh"
 #include "mask.cuh"
