@@ -254,6 +254,9 @@ def _map(tensor: str, offset: int, box: tma.Box) -> Map:
     return Map(params.TENSORS.index(tensor), offset, box, lru_cache(maxsize=256)(partial(tma.encode, box)))
 
 
+DQ_ROWS = 64
+"""Of a warpgroup of attention_backward_dq_sm90.cu."""
+
 DELTA_ROWS = 64
 """Of a CTA of attention_delta_sm90.cu."""
 
@@ -298,3 +301,24 @@ def backward_maps(problem: Problem, layout: memory.Layout, taken: Backward) -> t
             return None
         found.append(_map(name, 0, box))
     return tuple(found)
+
+
+def dq_maps(problem: Problem, layout: memory.Layout, tile: tiles.Tile) -> tuple[Map, ...] | None:
+    """The maps of q, k, v and do in the order of the kernel for dq alone, None where the copy engine cannot follow an
+    array."""
+    found = []
+    for name in ("q", "k", "v", "dout"):
+        rows = DQ_ROWS if name in ("q", "dout") else tile.block_n
+        box = tma.box(problem.dtype, layout.lengths[name], layout.extents, layout.strides[name], rows)
+        if box is None:
+            return None
+        found.append(_map(name, 0, box))
+    return tuple(found)
+
+
+def dq_sections(problem: Problem, owned: int) -> int:
+    """Of so many batch positions, those whose tiles the kernel for dq alone takes together, as in the forward."""
+    if _scores(problem) == problem.m * problem.n:
+        return owned
+    nbytes = tiles.ITEMSIZE[problem.dtype] * problem.n * (problem.d + problem.e)
+    return max(1, owned // max(1, SECTION_BYTES // nbytes))

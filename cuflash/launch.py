@@ -473,6 +473,25 @@ def _plan_backward_sm90(
     return _Plan(launches, needs)
 
 
+def _dq_sm90(problem: Problem, layout: memory.Layout, vector: bool) -> Launch | None:
+    """dq alone by the sm90 family, of row vectors that its delta has written, None where it does not take the problem,
+    which is plain and has values, or the copy engine cannot follow the arrays. ``vector``: dq takes 16-byte stores."""
+    tile = tiles.sm90_backward_dq(problem.dtype, problem.d, problem.e)
+    maps = None if tile is None else hopper.dq_maps(problem, layout, tile)
+    if tile is None or maps is None:
+        return None
+    loop = memory.summed_axes(layout, "dq")
+    owned = math.prod(layout.extents[i] for i in range(memory.MAX_BATCH_AXES) if i not in loop)
+    count, processors = -(-problem.m // tile.block_m) * owned, multiprocessors(problem.device)
+    if count > params.MAX_INT - processors:  # CTAs claim as many numbers after the last tile's
+        return None
+    launch = prepare(
+        problem, tiles.sm90_backward_dq_variant(problem.dtype, tile), layout, loop=loop, store_vector=vector,
+        sections=hopper.dq_sections(problem, owned), maps=maps, ctas=min(count, processors),
+    )  # fmt: skip
+    return replace(launch, overlaps=True)
+
+
 def _backward_operations(problem: Problem, family: str) -> dict[str, tuple[str, ...]]:
     return tiles.backward_operations(problem.dtype, max(problem.d, problem.e), device_target(problem.device), family)
 

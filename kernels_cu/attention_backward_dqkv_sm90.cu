@@ -7,6 +7,7 @@
 // keys after another. A CTA sums dk and dv over the batch axes on which they were broadcast, in a fixed order: no
 // atomics.
 #include "gemm_sm90.cuh"
+#include "dq_clear_sm90.cuh"
 #include "dq_turns_sm90.cuh"
 #include "key_work_sm90.cuh"
 #include "mask.cuh"
@@ -250,26 +251,6 @@ __device__ __forceinline__ void send_buffer(const TmaParams& tma, SharedStorage&
     bulk_wait();
     fence_async_proxy_all();  // what the copy engine has written comes before the count
     add_release(&turn.done);
-  }
-}
-
-// Query rows that see no key: nobody has loaded anything for them.
-__device__ __forceinline__ void clear_dq(const Params& params) {
-  const bool rows_see_keys = params.band_hi >= 0 && params.seqlen_q - 1 + params.band_lo < params.seqlen_k;
-  if (rows_see_keys) return;
-  const int m_blocks = ceil_div(params.seqlen_q, kTile.block_m);
-  for (int i = blockIdx.x; i < m_blocks * owned_count(params) * loop_count(params); i += gridDim.x) {
-    const int row0 = i % m_blocks * kTile.block_m, at = i / m_blocks,
-              row_end = min_of(params.seqlen_q, row0 + kTile.block_m);
-    const BlockRange keys = key_blocks(params, row0, row_end, kTile.block_n);
-    if (keys.end > keys.begin) continue;
-    const BatchIndex batch = batch_index(params, at % owned_count(params), at / owned_count(params));
-#pragma unroll 1
-    for (int row = row0; row < row_end; ++row) {
-      Output* dq = base<Output>(params.dq, params.dq_stride, batch) + row * params.dq_stride.row;
-#pragma unroll 1
-      for (int col = lane_id(); col < params.head_dim; col += 32) dq[col * params.dq_stride.col] = Output{};
-    }
   }
 }
 

@@ -200,6 +200,43 @@ def test_gradients_of_other_features_and_dtypes_are_for_other_kernels() -> None:
         assert taken is not None and taken.tile.head_dim == tile
 
 
+@pytest.mark.parametrize("tile", tiles.SM90_BACKWARD_DQ, ids=lambda tile: f"{tile.head_dim}-{tile.value_dim}")
+def test_a_tile_for_dq_alone_fits_and_leaves_registers(tile: tiles.Tile) -> None:
+    """Of a consumer's 232 or 240: sums, scores, what becomes ds, and ds."""
+    assert 0 < tiles.sm90_backward_dq_variant("float16", tile).smem_bytes <= tiles.SMEM_LIMIT["90a"]
+    assert tile.block_m == params.ROW_PADDING == 2 * hopper.DQ_ROWS and tile.threads == 384
+    assert tile.head_dim // 2 + 2 * tile.block_n // 2 + tile.block_n // 4 <= 208
+
+
+def test_dq_alone_takes_the_narrowest_tile() -> None:
+    for d, e, wanted in ((8, 64, (64, 64)), (72, 40, (96, 96)), (128, 8, (128, 128)), (192, 128, (192, 128)),
+                         (136, 136, (192, 192)), (40, 256, (256, 256)), (256, 256, (256, 256))):  # fmt: skip
+        tile = tiles.sm90_backward_dq("bfloat16", d, e)
+        assert tile is not None and (tile.head_dim, tile.value_dim) == wanted
+    assert tiles.sm90_backward_dq("float16", 257, 64) is None
+    assert tiles.sm90_backward_dq("float32", 64, 64) is None
+
+
+def test_the_maps_of_dq_alone_bring_rows_of_a_warpgroup_and_blocks_of_keys() -> None:
+    described = of_shape(1000, 300, 192, np.float16, heads=3)
+    strides = {"q": described.q_strides, "k": described.k_strides, "v": described.v_strides}
+    tile = tiles.sm90_backward_dq("float16", 192, 192)
+    assert tile is not None
+    for rows_apart, followed in ((384, True), (388, False)):
+        layout = memory.layout_of(described, {**strides, "dout": (1000 * rows_apart, rows_apart, 2)})
+        maps = hopper.dq_maps(described, layout, tile)
+        assert (maps is not None) == followed
+        if maps is not None:
+            assert [params.TENSORS[each.tensor] for each in maps] == ["q", "k", "v", "dout"]
+            assert [each.box.rows for each in maps if each.box] == [64, tile.block_n, tile.block_n, 64]
+
+
+def test_tiles_of_dq_alone_are_taken_in_sections_where_their_lengths_differ() -> None:
+    assert hopper.dq_sections(of_shape(4096, 4096, 256, np.float16, 16), 16) == 16
+    assert hopper.dq_sections(of_shape(4096, 4096, 256, np.float16, 16, causal=True), 16) == 4
+    assert hopper.dq_sections(of_shape(64, 64, 64, np.float16, causal=True), 1) == 1
+
+
 def test_caps_at_the_ends_of_float32_are_for_other_kernels() -> None:
     for cap, scale in ((30.0, None), (1e-19, 0.0), (1e19, 3e38), (1e-19, -1.0)):
         assert hopper.forward(of_shape(4096, 4096, 64, np.float16, softcap=cap, scale=scale), SMS, False), (cap, scale)
