@@ -95,6 +95,7 @@ __device__ __forceinline__ void produce(const TmaParams& tma, SharedStorage& sme
     KeyWork& work = smem.work[state.slot];
     if (tile >= tiles) {
       work.block = -1;
+      work.steps = 0;
       mbarrier_wait(smem.k_barriers.empty, parity ^ 1);
       mbarrier_arrive(smem.k_barriers.full);
       mbarrier_wait(smem.v_barriers.empty, parity ^ 1);
@@ -154,28 +155,35 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
   const auto await_slot = [&](int number) { mbarrier_wait(smem.slot_barriers[number].full, slot.parity()); };
   Scores s;  // or dp
   const auto issue_product = [&] {
-    await_slot(factor_slot());
     if constexpr (kOfValues) {
       issue_nt<kDepth>(s, smem.k, 0, smem.slots[factor_slot()].q);
     } else {
       issue_nt<kDepth>(s, smem.v, 0, smem.slots[factor_slot()].dout);
     }
   };
-
-  for (TileState tile;; tile.next()) {
+  TileState tile;
+  // Whether there is a tile. Its first product is issued in any case: under a condition, the compiler would wait for
+  // each part of it. Where there is none it is of what lies in shared memory, and nobody looks.
+  const auto start_tile = [&] {
     mbarrier_wait(own_barriers.full, tile.parity);
     const KeyWork& work = smem.work[tile.slot];
-    if (work.block < 0) return;
-    const int key0 = work.block * kTile.block_n;
+    if (work.steps > 0) await_slot(factor_slot());
+    issue_product();
+    return work.block >= 0;
+  };
+
+  bool is_tile = start_tile();
+  while (is_tile) {
+    const KeyWork& work = smem.work[tile.slot];
+    const int key0 = work.block * kTile.block_n, owned = work.owned;
     Fragment<1, kCols> sums;
     sums.clear();
+    wgmma_wait<0>(s);
     if (work.steps == 0) {
       release(own_barriers.empty);
     } else {
       Step step(work);
       int left = work.steps;
-      issue_product();
-      wgmma_wait<0>(s);
       while (true) {
         if (left == 1) release(own_barriers.empty);
         const float* of_rows = smem.rows[factor_slot()];
@@ -221,19 +229,23 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
           release(sum_empty);
           break;
         }
+        await_slot(factor_slot());
         issue_product();
         wgmma_wait<1>(sums);
         release(sum_empty);
         wgmma_wait<0>(s);
       }
     }
+    tile.next();
+    is_tile = start_tile();  // formed while the gradient is stored
     if (!(params.need & (kOfValues ? kNeedV : kNeedK))) continue;
     if (!kOfValues) sums.for_each([&](float& x, int, int, int) { x *= params.scale; });
     const Strides& stride = kOfValues ? params.dv_stride : params.dk_stride;
-    store_rows_direct(sums, base<Output>(kOfValues ? params.dv : params.dk, stride, batch_index(params, work.owned, 0)),
+    store_rows_direct(sums, base<Output>(kOfValues ? params.dv : params.dk, stride, batch_index(params, owned, 0)),
                       stride, key0 + warp_key0, params.seqlen_k, kOfValues ? params.value_dim : params.head_dim,
                       params.store_vector != 0);
   }
+  wgmma_wait<0>(s);
 }
 
 __device__ __forceinline__ void attention_backward(const TmaParams& tma, SharedStorage& smem) {
