@@ -29,7 +29,9 @@ FUSED = "attention_backward_dqkv"
 """dq, dk and dv in one kernel: plain variants with 16-byte loads only."""
 
 DQ = "attention_backward_dq"
+"""dq alone."""
 DKV = "attention_backward_dkv"
+"""dk and dv."""
 
 NARROW = "attention_narrow"
 """The forward for few features, by multiply-adds: one variant a row, with key_bias, without softcap. It takes any
