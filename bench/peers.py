@@ -292,18 +292,27 @@ def fa3(problem: Problem, x: Inputs, op: str, mode: str) -> Prepared:
     )
 
 
-@peer("fa4", needs=("cupy", "torch", "flash_attn.cute"), options=("window", "softcap"))
-def fa4(problem: Problem, x: Inputs, op: str, mode: str) -> Prepared:
-    from flash_attn.cute import flash_attn_func
+def _fa4(deterministic: bool) -> Callable[[Problem, Inputs, str, str], Prepared]:
+    def prepare(problem: Problem, x: Inputs, op: str, mode: str) -> Prepared:
+        from flash_attn.cute import flash_attn_func
 
-    options = {
-        "causal": problem.causal,
-        "window_size": problem.window or (None, None),
-        "softcap": problem.softcap or 0.0,
-    }
-    return _torch_prepared(
-        op, lambda q, k, v: _first(flash_attn_func(q, k, v, **options)), x, sequence_first, heads_first
-    )
+        options = {
+            "causal": problem.causal,
+            "window_size": problem.window or (None, None),
+            "softcap": problem.softcap or 0.0,
+            "deterministic": deterministic,
+        }
+        return _torch_prepared(
+            op, lambda q, k, v: _first(flash_attn_func(q, k, v, **options)), x, sequence_first, heads_first
+        )
+
+    return prepare
+
+
+FA4: dict[str, Any] = {"needs": ("cupy", "torch", "flash_attn.cute"), "options": ("window", "softcap")}
+peer("fa4", **FA4)(_fa4(deterministic=False))
+# Of the backward alone: this is what the default of cuflash is to be held against.
+peer("fa4_deterministic", ops=("backward",), **FA4)(_fa4(deterministic=True))
 
 
 # ---- without torch

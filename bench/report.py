@@ -27,7 +27,6 @@ from bench.problems import full, points
 
 Row = Mapping[str, Any]
 OURS = "cuflash"
-BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 SHAPE = (
     "dtype", "precision", "head_dim", "value_dim", "causal", "window", "softcap", "key_bias", "batch", "heads",
     "kv_heads", "seqlen", "seqlen_k",
@@ -35,7 +34,8 @@ SHAPE = (
 TITLES = {
     "cuflash_sm80": "cuflash, sm80 kernels", "sdpa_flash": "torch FlashAttention-2", "sdpa_cudnn": "torch cuDNN",
     "sdpa_efficient": "torch efficient", "sdpa_math": "torch math", "fa3": "FlashAttention-3",
-    "fa3_jax": "FlashAttention-3 (JAX)", "fa4": "FlashAttention-4", "cudnn_fe": "cuDNN frontend", "cupy": "plain CuPy",
+    "fa3_jax": "FlashAttention-3 (JAX)", "fa4": "FlashAttention-4",
+    "fa4_deterministic": "FlashAttention-4, deterministic", "cudnn_fe": "cuDNN frontend", "cupy": "plain CuPy",
 }  # fmt: skip
 
 
@@ -236,12 +236,14 @@ def table_of(header: Sequence[str], body: Iterable[Sequence[str]]) -> list[str]:
     return lines + ["| " + " | ".join(each) + " |" for each in body]
 
 
-def put_into(text: str, section: str) -> str:
-    """``text`` with ``section`` between its markers; ValueError where they are not there once each, in order."""
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise ValueError(f"the file must have {BEGIN} and {END} once each, in this order")
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n{section.strip()}\n{END}{rest.split(END)[1]}"
+def put_into(text: str, section: str, name: str = "results") -> str:
+    """``text`` with ``section`` between the markers of its name; ValueError where they are not there once each, in
+    order."""
+    begin, end = (f"<!-- {name}:{which} -->" for which in ("begin", "end"))
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise ValueError(f"the file must have {begin} and {end} once each, in this order")
+    before, rest = text.split(begin)
+    return f"{before}{begin}\n{section.strip()}\n{end}{rest.split(end)[1]}"
 
 
 def plots(table: Sequence[Row], folder: Path, stem: str) -> list[Path]:

@@ -46,7 +46,7 @@ def _flops(half: float, bfloat16: float, tf32: float, float32: float, float64: f
 
 
 CEILINGS = (
-    Ceiling("H200", 4.2e12, _flops(740, 770, 392, 51, 57), 141e9, 50 * 2**20, measured=True, splits_float32=True),
+    Ceiling("H200", 4.2e12, _flops(740, 770, 392, 51, 57), 141e9, 60 * 2**20, measured=True, splits_float32=True),
     Ceiling("H100", 3.35e12, _flops(989, 989, 495, 67, 67), 80e9, 50 * 2**20, splits_float32=True),
     Ceiling("B200", 8.0e12, _flops(2250, 2250, 1125, 75, 37), 180e9, 126 * 2**20),
     Ceiling("A100", 2.04e12, _flops(312, 312, 156, 19.5, 19.5), 80e9, 40 * 2**20),

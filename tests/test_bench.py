@@ -83,7 +83,7 @@ def test_a_device_names_its_file(name: str, expected: str) -> None:
 def test_every_contender_of_the_design_is_registered() -> None:
     assert set(PEERS) == {
         "cuflash", "cuflash_sm80", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math", "fa3", "fa3_jax", "fa4",
-        "cudnn_fe", "cupy",
+        "fa4_deterministic", "cudnn_fe", "cupy",
     }  # fmt: skip
 
 
@@ -94,6 +94,7 @@ def test_absent_and_unable_peers_say_why() -> None:
             reason = PEERS[name].refusal(half, "forward")
             assert reason is not None and reason.endswith("is not installed")
     assert PEERS["fa4"].refusal(half, "lse") == "has no lse"
+    assert PEERS["fa4_deterministic"].refusal(half, "forward") == "has no forward"
     assert PEERS["fa4"].refusal(problems.full("float64")[0], "forward") == "has no float64"
     tf32 = Problem(dtype="float32", head_dim=64, batch=1, heads=1, seqlen=8, precision="tf32")
     assert PEERS["sdpa_efficient"].refusal(tf32, "forward") == "has no precision"
@@ -259,10 +260,10 @@ def test_tf32_is_told_from_float32() -> None:
 def test_the_section_lands_between_the_markers(tmp_path: Path) -> None:
     results, readme = tmp_path / "h200.json", tmp_path / "README.md"
     results.write_text(json.dumps(fixture_rows()))
-    readme.write_text(f"# Title\n\n{report.BEGIN}\nold\n{report.END}\n\nrest\n")
+    readme.write_text("# Title\n\n<!-- results:begin -->\nold\n<!-- results:end -->\n\nrest\n")
     assert report.main([str(results), "--readme", str(readme)]) == 0
     text = readme.read_text()
-    assert text.startswith(f"# Title\n\n{report.BEGIN}\n") and text.endswith(f"{report.END}\n\nrest\n")
+    assert text.startswith("# Title\n\n<!-- results:begin -->\n") and text.endswith("<!-- results:end -->\n\nrest\n")
     assert "old" not in text and "NVIDIA H200, 2026-01-02" in text and "bfloat16 matrix product 700 TFLOP/s" in text
     assert "| forward | bfloat16 | 64 | 0.80 | 8.00 |" in text
     assert "| forward | bfloat16 | 64 | yes | 80 | 80 | 80 | 80 | 80 | 80 |" in text

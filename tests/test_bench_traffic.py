@@ -107,7 +107,10 @@ def test_a_device_that_does_what_is_predicted_meets_the_bars() -> None:
 def test_every_bar_can_be_missed() -> None:
     table = traffic_report.latest(made_rows(1.2))
     wrong = list(traffic_report.missed(table))
-    assert len(wrong) == 16 and all("+20%" in line for line in wrong)  # two algorithms, four lengths, two head dims
+    # Two algorithms, four lengths, two head dims, but for the one that the L2 cannot hold.
+    assert len(wrong) == 15 and all("+20%" in line for line in wrong)
+    [line] = traffic_report.explained(table)
+    assert line.startswith("cuflash, S 32768, d 128: +20%, as k and v of two heads exceed half of the L2")
     table = [dict(row) for row in traffic_report.latest(made_rows())]
     for row in table:
         if (row["seqlen"], row["head_dim"]) == (8192, 64):
@@ -130,7 +133,21 @@ def test_the_table_is_by_head() -> None:
     lines = traffic_report.markdown(traffic_report.latest(made_rows())).splitlines()
     assert len(lines) == 2 + 14 * 3
     [line] = (line for line in lines if line.startswith("| 8192 | 64 ") and "standard" in line)
-    assert "| 541.1 | 541.1 |" in line
+    assert "| 541 | 541 |" in line
+
+
+def test_the_readme_has_one_length_and_says_what_is_moved_over_ours(tmp_path: Path) -> None:
+    table = traffic_report.latest(made_rows())
+    lines = traffic_report.readme(table).splitlines()
+    assert "NVIDIA H200, 2026-12-01, S 8192, float16" in lines[0] and len(lines) == 4 + 2 * 3
+    assert lines[4].startswith("| 64 | ") and lines[4].endswith("| 129, 3.00 |")
+    with pytest.raises(ValueError, match="no rows of length 8192"):
+        traffic_report.readme([row for row in table if row["seqlen"] != 8192])
+    results, readme = tmp_path / "rows.json", tmp_path / "README.md"
+    results.write_text(json.dumps(made_rows()))
+    readme.write_text("<!-- traffic:begin -->\nold\n<!-- traffic:end -->\n")
+    assert traffic_report.main([str(results), "--readme", str(readme)]) == 0
+    assert "old" not in readme.read_text() and "standard attention" in readme.read_text()
 
 
 def test_figures_and_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
