@@ -474,7 +474,8 @@ SM90_BACKWARD_DQ: tuple[Tile, ...] = tuple(
 SM90_BACKWARD_DKV: tuple[Tile, ...] = tuple(
     Tile(d, e, 64, 64, stages, 12) for d, e, stages in ((192, 128, 3), (192, 192, 3), (256, 256, 2))
 )
-"""Rows of `DKV` in the sm90 family, for 16 bits and more features than `SM90_BACKWARD` has, the narrowest first."""
+"""Rows of `DKV` in the sm90 family, for 16 bits and more features than `SM90_BACKWARD` has, the narrowest first:
+``stages`` is of q and of do each, which take turns in all of them."""
 
 SM90_NARROW: dict[str, dict[int, Tile]] = {
     # two CTAs of 128 registers; 4 rows a warp in thrice as many CTAs were half again as slow
