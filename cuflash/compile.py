@@ -113,7 +113,13 @@ class Variant:
         if self.family != "sm90":
             return 0
         planes = params.planes(self.dtype, self.precision)
-        return {"attention_forward": 3 * planes + 1, "attention_backward_dqkv": 4 * planes + 2}.get(self.operation, 0)
+        counts = {
+            "attention_forward": 3 * planes + 1,
+            "attention_backward_dqkv": 4 * planes + 2,
+            "attention_backward_dq": 4 * planes,
+            "attention_backward_dkv": 4 * planes,
+        }
+        return counts.get(self.operation, 0)
 
     def __str__(self) -> str:
         return f"{self.name} for sm_{self.target}"

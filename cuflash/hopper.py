@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -32,6 +32,9 @@ WORTH_PLANES = 170
 
 CLAIMS_NBYTES = 16
 """Of the count of claimed tiles, and what keeps others away from it."""
+
+WARPGROUP_ROWS = 64
+"""Of the products of a warpgroup."""
 
 NARROW_PLANES = 16
 """Features up to which planes do not pay: their tiles have 64 columns, the portable family has one of 16. A head of
@@ -81,6 +84,13 @@ class Backward(NamedTuple):
     sections: int
     """Of batch positions whose blocks of keys are taken together: those that most rows see first, or last, where sums
     have an order."""
+
+
+class SplitBackward(NamedTuple):
+    """How the kernels for dq alone, and for dk and dv, take a problem: their tiles, None where one has none."""
+
+    dq: tiles.Tile | None
+    dkv: tiles.Tile | None
 
 
 class BackwardScratch(NamedTuple):
@@ -246,7 +256,7 @@ def output_map(problem: Problem, layout: memory.Layout) -> Map | None:
     16 bytes it writes all of them, what is beyond the row included."""
     if problem.e * tiles.ITEMSIZE[problem.dtype] % tma.ALIGNMENT:
         return None
-    box = tma.box(problem.dtype, layout.lengths["o"], layout.extents, layout.strides["o"], 64)
+    box = tma.box(problem.dtype, layout.lengths["o"], layout.extents, layout.strides["o"], WARPGROUP_ROWS)
     return None if box is None else _map("o", 0, box)
 
 
@@ -277,11 +287,24 @@ def backward(problem: Problem) -> Backward | None:
 
 
 @lru_cache(maxsize=4096)
-def backward_scratch(problem: Problem, taken: Backward) -> BackwardScratch:
-    """Counts are there for calls that may overlap others of their stream."""
+def split_backward(problem: Problem) -> SplitBackward | None:
+    """None where other kernels serve. The problem has values, and no score terms."""
+    dtype, d, e = problem.dtype, problem.d, problem.e
+    dq, dkv = tiles.sm90_backward_dq(dtype, d, e), tiles.sm90_backward_dkv(dtype, d, e)
+    if not (dq or dkv) or not all(follows(problem, name) for name in operands(problem)):
+        return None
+    if math.prod(problem.inner_batch) * -(-max(problem.m, problem.n) // WARPGROUP_ROWS) > params.MAX_INT // 2:
+        return None
+    return SplitBackward(dq, dkv)
+
+
+@lru_cache(maxsize=4096)
+def backward_scratch(problem: Problem, sums: memory.Sums | None) -> BackwardScratch:
+    """``sums``: of the kernel for all gradients. Counts are there for calls that may overlap others of their stream."""
     rows, q_batch = memory.row_nbytes(problem), math.prod(problem.q_batch)
-    sums, counts = 4 * q_batch * taken.sums.elements, CLAIMS_NBYTES + TURN_NBYTES * q_batch * taken.sums.turns
-    delta, accum, counts_at, end = itertools.accumulate((rows, rows, sums, counts))
+    elements, turns = (sums.elements, sums.turns) if sums else (0, 0)
+    sums_nbytes, counts = 4 * q_batch * elements, CLAIMS_NBYTES + TURN_NBYTES * q_batch * turns
+    delta, accum, counts_at, end = itertools.accumulate((rows, rows, sums_nbytes, counts))
     return BackwardScratch(0, delta, accum, counts_at, end + 16, counts)
 
 
@@ -290,11 +313,35 @@ def backward_maps(problem: Problem, layout: memory.Layout, taken: Backward) -> t
     itemsize = tiles.ITEMSIZE[problem.dtype]
     if problem.d * itemsize % tma.ALIGNMENT or problem.e * itemsize % tma.ALIGNMENT:
         return None  # as in `output_map`
+    m, n = taken.tile.block_m, taken.tile.block_n
+    return _maps_by_rows(problem, layout, {"q": m, "k": n, "v": n, "dout": m, "dk": n, "dv": n})
+
+
+def split_maps(problem: Problem, layout: memory.Layout, tile: tiles.Tile) -> tuple[Map, ...] | None:
+    """The maps of q, k, v and do in the order of the kernels for some of the gradients, likewise."""
+    rows = {"q": WARPGROUP_ROWS, "k": tile.block_n, "v": tile.block_n, "dout": WARPGROUP_ROWS}
+    return _maps_by_rows(problem, layout, rows)
+
+
+def _maps_by_rows(problem: Problem, layout: memory.Layout, rows: Mapping[str, int]) -> tuple[Map, ...] | None:
     found = []
-    for name in ("q", "k", "v", "dout", "dk", "dv"):
-        rows = taken.tile.block_m if name in ("q", "dout") else taken.tile.block_n
-        box = tma.box(problem.dtype, layout.lengths[name], layout.extents, layout.strides[name], rows)
+    for name, of_box in rows.items():
+        box = tma.box(problem.dtype, layout.lengths[name], layout.extents, layout.strides[name], of_box)
         if box is None:
             return None
         found.append(_map(name, 0, box))
     return tuple(found)
+
+
+def dq_sections(problem: Problem, owned: int) -> int:
+    """Of so many batch positions, those whose tiles the kernel for dq alone takes together, as in the forward."""
+    if _scores(problem) == problem.m * problem.n:
+        return owned
+    nbytes = tiles.ITEMSIZE[problem.dtype] * problem.n * (problem.d + problem.e)
+    return max(1, owned // max(1, SECTION_BYTES // nbytes))
+
+
+def dkv_sections(problem: Problem, owned: int) -> int:
+    """Likewise for the kernel for dk and dv, by q and do."""
+    nbytes = tiles.ITEMSIZE[problem.dtype] * problem.m * (problem.d + problem.e)
+    return max(1, owned // max(1, BACKWARD_SECTION_BYTES // nbytes))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -128,8 +128,11 @@ def workspace_nbytes(problem: Problem, operation: str) -> int:
             return hopper.scratch(problem, sm90).nbytes
         return max((few.scratch(problem, kernel).nbytes for kernel in _few(problem, families)), default=0)
     nbytes = memory.workspace_of(problem, _fused_sums(problem, families.portable)).nbytes
-    if taken := _sm90_backward(problem, families):
-        nbytes = max(nbytes, hopper.backward_scratch(problem, taken).nbytes)
+    if families.hopper and problem.has_value and is_plain(problem):
+        if whole := hopper.backward(problem):
+            nbytes = max(nbytes, hopper.backward_scratch(problem, whole.sums).nbytes)
+        if hopper.split_backward(problem):
+            nbytes = max(nbytes, hopper.backward_scratch(problem, None).nbytes)
     return nbytes
 
 
@@ -159,13 +162,6 @@ def _fused_tile(problem: Problem, family: str) -> tiles.Tile | None:
 def _fused_sums(problem: Problem, family: str) -> memory.Sums | None:
     tile = _fused_tile(problem, family)
     return None if tile is None else memory.fused_sums(problem.m, tile)
-
-
-def _sm90_backward(problem: Problem, families: Families) -> hopper.Backward | None:
-    """How the backward of the sm90 family may take a problem, None where others do."""
-    if not families.hopper or not problem.has_value or not is_plain(problem):
-        return None
-    return hopper.backward(problem)
 
 
 def forward(
@@ -204,8 +200,7 @@ def backward(
     tiles_in, rows_in = inputs[0] | inputs[1] | inputs[2] | inputs[6], inputs[4] | inputs[6]
     vectors = inputs[3] | inputs[5] | inputs[7] | results[3]
     bits = (Bits(tiles_in & 15, rows_in & 15, vectors & 15), *(x & 15 for x in results[:3]))
-    sm90 = _sm90_backward(problem, families)
-    if sm90 and (sm90_plan := _plan_backward_sm90(problem, sm90, strides + result_strides, *bits)):
+    if families.hopper and (sm90_plan := _plan_backward_sm90(problem, strides + result_strides, *bits)):
         launches, needs = sm90_plan
         assert needs is not None
         pointers = [*inputs, 0, 0, *results]
@@ -377,7 +372,7 @@ def _plan_few(problem: Problem, family: str, layout: memory.Layout, kernel: few.
 _BACKWARD_TENSORS = (
     "q", "k", "v", "key_bias", "o", "lse", "dout", "dlse", "dq", "dk", "dv", "dkey_bias",
 )  # fmt: skip
-_NEED = {"dk": params.NEED_K, "dv": params.NEED_V, "dkey_bias": params.NEED_KEY_BIAS}
+_NEED = {"dq": params.NEED_Q, "dk": params.NEED_K, "dv": params.NEED_V, "dkey_bias": params.NEED_KEY_BIAS}
 
 
 @lru_cache(maxsize=4096)
@@ -409,7 +404,7 @@ def _plan_backward(
         plan.append(prepare(problem, variant, layout, blocks, loop, params.NEED_Q, vector["dq"]))
     # One launch for the outputs that are summed over the same axes.
     groups: dict[tuple[int, ...], list[str]] = {}
-    for name in _NEED:
+    for name in ("dk", "dv", "dkey_bias"):
         if name in layout.strides:
             groups.setdefault(memory.summed_axes(layout, name), []).append(name)
     for loop, outputs in groups.items():
@@ -425,22 +420,35 @@ def _plan_backward(
 
 @lru_cache(maxsize=4096)
 def _plan_backward_sm90(
-    problem: Problem,
-    taken: hopper.Backward,
-    strides: tuple[memory.Strides | None, ...],
-    bits: Bits,
-    *gradient_bits: int,
+    problem: Problem, strides: tuple[memory.Strides | None, ...], bits: Bits, *gradient_bits: int
 ) -> _Plan | None:
-    """None where the copy engine cannot follow the arrays, or not all gradients are asked for, or dk and dv are summed
-    over different axes or dq over any."""
+    """None where the portable kernels serve."""
     bits.check(problem.dtype)
     for gradient in gradient_bits:
         Bits(gradient, 0, 0).check(problem.dtype)
-    dq, dk, dv = gradient_bits
-    if (bits.loads | dk | dv) % tma.ALIGNMENT:
+    given = dict(zip(_BACKWARD_TENSORS, strides, strict=True))
+    if not problem.has_value or not is_plain(problem) or given["dout"] is None or bits.loads % tma.ALIGNMENT:
         return None
-    layout = memory.layout_of(problem, dict(zip(_BACKWARD_TENSORS, strides, strict=True)), taken.sums)
-    if not all(name in layout.strides for name in ("dout", "dq", "dk", "dv")):
+    whole = hopper.backward(problem)
+    plan = whole and _plan_whole_backward_sm90(problem, whole, given, bits, gradient_bits)
+    if plan:
+        return plan
+    split = hopper.split_backward(problem)
+    return split and _plan_split_backward_sm90(problem, split, given, bits, gradient_bits)
+
+
+def _plan_whole_backward_sm90(
+    problem: Problem,
+    taken: hopper.Backward,
+    given: Mapping[str, memory.Strides | None],
+    bits: Bits,
+    gradient_bits: tuple[int, ...],
+) -> _Plan | None:
+    """One kernel for all gradients. None where the copy engine cannot follow the arrays, or not all of them are asked
+    for, or dk and dv are summed over different axes or dq over any."""
+    dq, dk, dv = gradient_bits
+    layout = memory.layout_of(problem, given, taken.sums)
+    if (dk | dv) % tma.ALIGNMENT or not all(name in layout.strides for name in ("dq", "dk", "dv")):
         return None
     summed = memory.summed_axes(layout, "dk")
     if summed != memory.summed_axes(layout, "dv") or memory.summed_axes(layout, "dq"):
@@ -449,28 +457,82 @@ def _plan_backward_sm90(
     if maps is None:
         return None
     vector = memory.load_kind(problem.dtype, layout, ("dq",), dq) == "16"
-    delta_load = memory.load_kind(problem.dtype, layout, ("o", "dout"), bits.rows)
-    load = "16" if delta_load == "16" else "strided"
-    delta = tiles.row_variant("attention_delta", problem.dtype, load, "90a", "sm90")
-    main = tiles.sm90_backward_variant(problem.dtype, taken.tile, problem.deterministic)
+    variant = tiles.sm90_backward_variant(problem.dtype, taken.tile, problem.deterministic)
+    main = _over_tiles(problem, variant, layout, summed, 0, vector, lambda _, owned: min(taken.sections, owned), maps)
+    needs = _backward_sm90_needs(problem, taken.sums)
+    return _Plan((_delta_sm90(problem, layout, bits), main), needs)
+
+
+def _plan_split_backward_sm90(
+    problem: Problem,
+    taken: hopper.SplitBackward,
+    given: Mapping[str, memory.Strides | None],
+    bits: Bits,
+    gradient_bits: tuple[int, ...],
+) -> _Plan | None:
+    """A kernel for dk and dv, or one for each where they are summed over different axes, and one for dq. None where the
+    copy engine cannot follow the arrays, or a gradient has no such kernel."""
+    layout = memory.layout_of(problem, given)
+    asked = [pair for pair in zip(("dq", "dk", "dv"), gradient_bits, strict=True) if pair[0] in layout.strides]
+    vector = {name: memory.load_kind(problem.dtype, layout, (name,), own) == "16" for name, own in asked}
+    groups: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    for name in ("dk", "dv", "dq"):
+        if name in vector:
+            kernel = "dq" if name == "dq" else "dkv"
+            groups.setdefault((kernel, memory.summed_axes(layout, name)), []).append(name)
+    launches = [_delta_sm90(problem, layout, bits)]
+    for (kernel, summed), names in groups.items():
+        tile = taken.dq if kernel == "dq" else taken.dkv
+        if tile is None:
+            return None
+        maps = hopper.split_maps(problem, layout, tile)
+        if maps is None:
+            return None
+        if kernel == "dq":
+            variant, sections = tiles.sm90_backward_dq_variant(problem.dtype, tile), hopper.dq_sections
+        else:
+            variant, sections = tiles.sm90_backward_dkv_variant(problem.dtype, tile), hopper.dkv_sections
+        need, aligned = sum(_NEED[name] for name in names), all(vector[name] for name in names)
+        launches.append(_over_tiles(problem, variant, layout, summed, need, aligned, sections, maps))
+    return _Plan(tuple(launches), _backward_sm90_needs(problem, None))
+
+
+def _delta_sm90(problem: Problem, layout: memory.Layout, bits: Bits) -> Launch:
+    load = "16" if memory.load_kind(problem.dtype, layout, ("o", "dout"), bits.rows) == "16" else "strided"
+    variant = tiles.row_variant("attention_delta", problem.dtype, load, "90a", "sm90")
+    return prepare(problem, variant, layout, memory.padded_rows(problem.m) // hopper.DELTA_ROWS)
+
+
+def _over_tiles(
+    problem: Problem,
+    variant: compile.Variant,
+    layout: memory.Layout,
+    summed: tuple[int, ...],
+    need: int,
+    store_vector: bool,
+    sections: Callable[[Problem, int], int],
+    maps: tuple[hopper.Map, ...],
+) -> Launch:
+    """A kernel whose CTAs claim tiles of rows of dq or else of keys, and which waits itself for the one ahead of it.
+    ``sections``: of so many batch positions."""
+    tile = variant.tile
+    blocks = -(-problem.m // tile.block_m) if variant.operation == tiles.DQ else -(-problem.n // tile.block_n)
     owned = math.prod(layout.extents[i] for i in range(memory.MAX_BATCH_AXES) if i not in summed)
-    ctas = min(-(-problem.n // taken.tile.block_n) * owned, multiprocessors(problem.device))
-    launches = (
-        prepare(problem, delta, layout, memory.padded_rows(problem.m) // hopper.DELTA_ROWS),
-        replace(
-            prepare(
-                problem, main, layout, loop=summed, store_vector=vector, sections=min(taken.sections, owned),
-                maps=maps, ctas=ctas,
-            ),
-            overlaps=True,
-        ),
+    launch = prepare(
+        problem, variant, layout, loop=summed, need=need, store_vector=store_vector, sections=sections(problem, owned),
+        maps=maps, ctas=min(blocks * owned, multiprocessors(problem.device)),
     )  # fmt: skip
-    scratch = hopper.backward_scratch(problem, taken)
+    return replace(launch, overlaps=True)
+
+
+def _backward_sm90_needs(problem: Problem, sums: memory.Sums | None) -> Needs:
+    scratch = hopper.backward_scratch(problem, sums)
     begins = scratch._asdict()
-    parts = tuple((POINTERS[name], begins[name]) for name in ("row_lse", "delta", "dq_accum"))
-    counters = ((POINTERS["claims"], 0), (POINTERS["dq_turn"], hopper.CLAIMS_NBYTES))
-    needs = Needs(scratch.nbytes, parts, (), scratch.counts_nbytes, scratch.counts, counters)
-    return _Plan(launches, needs)
+    names = ("row_lse", "delta", "dq_accum") if sums else ("row_lse", "delta")
+    parts = tuple((POINTERS[name], begins[name]) for name in names)
+    # Kernels of a call count one after the other.
+    counters = ((POINTERS["claims"], 0), *(((POINTERS["dq_turn"], hopper.CLAIMS_NBYTES),) if sums else ()))
+    return Needs(scratch.nbytes, parts, (), scratch.counts_nbytes, scratch.counts, counters)
 
 
 def _backward_operations(problem: Problem, family: str) -> dict[str, tuple[str, ...]]:

@@ -28,6 +28,11 @@ SMEM_LIMIT = {
 FUSED = "attention_backward_dqkv"
 """dq, dk and dv in one kernel: plain variants with 16-byte loads only."""
 
+DQ = "attention_backward_dq"
+"""dq alone."""
+DKV = "attention_backward_dkv"
+"""dk and dv."""
+
 NARROW = "attention_narrow"
 """The forward for few features, by multiply-adds: one variant a row, with key_bias, without softcap. It takes any
 strides; that of the sm90 family rows that lie one after the other."""
@@ -97,6 +102,13 @@ class Tile:
         """Rows of a buffer of Q in the sm_90 forward."""
         return 64 if self.q_stages == 3 else self.block_m
 
+    @property
+    def value_parts(self) -> int:
+        """Parts, by columns, in which the sm_90 backward of queries has V brought where it has a single buffer."""
+        if self.stages > 1:
+            return 1
+        return self.value_dim // (64 if self.value_dim % 128 else 128)
+
     def smem_bytes(self, operation: str, dtype: str, precision: str | None = None, family: str = "sm80") -> int:
         """Dynamic shared memory: ``sizeof(SharedStorage)`` of the kernel, which static_asserts that it agrees."""
         if family == "sm90":
@@ -142,13 +154,22 @@ class Tile:
             return self._sm90_lanes_bytes(ITEMSIZE[dtype])
         if operation == NARROW_F64:
             return self._sm90_narrow_f64_bytes()
-        if operation not in ("attention_forward", FUSED):
+        if operation not in ("attention_forward", DQ, DKV, FUSED):
             return 0
         planes = params.planes(dtype, precision)
 
         def panels(rows: int, cols: int) -> int:  # of 64 columns
             return 2 * planes * rows * -(-cols // 64) * 64
 
+        if operation == DKV:
+            keys = panels(self.block_n, self.head_dim) + panels(self.block_n, self.value_dim)
+            # of Q with lse, or dO with delta, and barriers
+            slot = (
+                max(panels(self.block_m, self.head_dim), panels(self.block_m, self.value_dim)) + 4 * self.block_m + 16
+            )
+            # p, twice, with barriers of four warps; barriers of K and V, and the work
+            nbytes = keys + 2 * self.stages * slot + 2 * (4 * self.block_m * self.block_n + 4 * 16) + 2 * 16 + 3 * 32
+            return -(-nbytes // 1024) * 1024
         if operation == FUSED:
             keys = panels(self.block_n, self.head_dim) + panels(self.block_n, self.value_dim)
             queries = panels(self.block_m, self.head_dim) + panels(self.block_m, self.value_dim)
@@ -158,6 +179,14 @@ class Tile:
             # of ds and of what is sent two each; barriers of K, V and what is sent, what that is, and the work that is
             # shared out
             nbytes = keys + self.stages * queries + 2 * (ds + sent) + 2 * 16 + 2 * 3 * 8 + 2 * 24 + 3 * 32
+            return -(-nbytes // 1024) * 1024
+        if operation == DQ:
+            queries = panels(self.block_m, self.head_dim) + panels(self.block_m, self.value_dim) + 2 * 4 * self.block_m
+            k, v = panels(self.block_n, self.head_dim), panels(self.block_n, self.value_dim)
+            parts = self.value_parts
+            barriers = 16 * (2 * (1 + parts) + self.stages + 1 + self.stages * parts) + 8 * SM90_WORKS
+            work = SM90_WORKS * 36 + 24  # and what the producer is at
+            nbytes = queries + (self.stages + 1) * k + self.stages * v + barriers + work
             return -(-nbytes // 1024) * 1024
         k, v = panels(self.block_n, self.head_dim), panels(self.block_n, self.value_dim)
         barriers = 16 * (self.q_stages + 2 * self.stages + SM90_BIAS_STAGES)
@@ -429,6 +458,26 @@ SM90_BACKWARD: dict[int, Tile] = {
 }
 """Rows of `FUSED` in the sm90 family, for 16 bits."""
 
+SM90_BACKWARD_DQ: tuple[Tile, ...] = tuple(
+    Tile(d, e, 128, n, stages, 12)
+    for d, e, n, stages in (
+        (64, 64, 128, 4),
+        (96, 96, 96, 2),
+        (128, 128, 96, 2),
+        (192, 128, 80, 1),
+        (192, 192, 80, 1),
+        # 48 keys are bound by shared memory, which gives 128 bytes a clock: A and B of a product of 64 rows take 146.
+        (256, 256, 64, 1),
+    )
+)
+"""Rows of `DQ` in the sm90 family, for 16 bits, the narrowest first: ``stages`` is of V, K has a buffer more."""
+
+SM90_BACKWARD_DKV: tuple[Tile, ...] = tuple(
+    Tile(d, e, 64, 64, stages, 12) for d, e, stages in ((192, 128, 3), (192, 192, 3), (256, 256, 2))
+)
+"""Rows of `DKV` in the sm90 family, for 16 bits and more features than `SM90_BACKWARD` has, the narrowest first:
+``stages`` is of q and of do each, which take turns in all of them."""
+
 SM90_NARROW: dict[str, dict[int, Tile]] = {
     # two CTAs of 128 registers; 4 rows a warp in thrice as many CTAs were half again as slow
     "16 bits": _rows(*((d, 48 if d == 4 else 64, 1024, 2, 8, 1, 0, 2) for d in (1, 2, 3, 4))),
@@ -496,6 +545,7 @@ SPILLS = {
     # In the producer's warpgroup, which has 24 registers: what it has at hand while it works out the next block of
     # keys.
     **{("16 bits", f"{FUSED}_sm90", d): 400 for d in (64, 96, 128)},
+    ("16 bits", f"{DQ}_sm90", 256): 192,  # there likewise
     ("float64", "attention_forward", 8): 96,  # addresses, once a block, on sm_100 and sm_120
     # By NVRTC 13.5 alone, and some targets.
     ("16 bits", "attention_forward", 256): 16,
@@ -764,6 +814,34 @@ def sm90_backward_variant(dtype: str, tile: Tile, ordered: bool) -> Variant:
     return Variant(FUSED, "sm90", "90a", dtype, dtype, tile, (), "16", False, ordered)
 
 
+def sm90_backward_dq(dtype: str, d: int, e: int) -> Tile | None:
+    """The tile of the sm90 family's backward of queries alone, None where it has none."""
+    if kind(dtype) != "16 bits":
+        return None
+    return next((tile for tile in SM90_BACKWARD_DQ if tile.head_dim >= d and tile.value_dim >= e), None)
+
+
+def sm90_backward_dq_variant(dtype: str, tile: Tile) -> Variant:
+    """The kernel of what `sm90_backward_dq` gives."""
+    from cuflash.compile import Variant
+
+    return Variant(DQ, "sm90", "90a", dtype, dtype, tile, (), "16", False)
+
+
+def sm90_backward_dkv(dtype: str, d: int, e: int) -> Tile | None:
+    """The tile of the sm90 family's backward of keys and values alone, None where it has none."""
+    if kind(dtype) != "16 bits" or max(d, e) <= max(SM90_BACKWARD):
+        return None
+    return next((tile for tile in SM90_BACKWARD_DKV if tile.head_dim >= d and tile.value_dim >= e), None)
+
+
+def sm90_backward_dkv_variant(dtype: str, tile: Tile) -> Variant:
+    """The kernel of what `sm90_backward_dkv` gives."""
+    from cuflash.compile import Variant
+
+    return Variant(DKV, "sm90", "90a", dtype, dtype, tile, (), "16", False)
+
+
 def sm90_few(operation: str, dtype: str, d: int) -> Variant | None:
     """The kernel of an operation of `SM90_FEW` for exactly so many features, None where it has none."""
     from cuflash.compile import Variant
@@ -787,6 +865,8 @@ def _sm90_variants() -> list[Variant]:
     for dtype in (dtype for dtype in ITEMSIZE if kind(dtype) == "16 bits"):
         for tile, ordered in itertools.product(SM90_BACKWARD.values(), (True, False)):
             found.append(sm90_backward_variant(dtype, tile, ordered))
+        found += [sm90_backward_dq_variant(dtype, tile) for tile in SM90_BACKWARD_DQ]
+        found += [sm90_backward_dkv_variant(dtype, tile) for tile in SM90_BACKWARD_DKV]
         found += [row_variant("attention_delta", dtype, load, "90a", "sm90") for load in ("16", "strided")]
     return found
 

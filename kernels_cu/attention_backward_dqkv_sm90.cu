@@ -7,9 +7,9 @@
 // keys after another. A CTA sums dk and dv over the batch axes on which they were broadcast, in a fixed order: no
 // atomics.
 #include "gemm_sm90.cuh"
-#include "blocks.cuh"
+#include "dq_clear_sm90.cuh"
 #include "dq_turns_sm90.cuh"
-#include "locate.cuh"
+#include "key_work_sm90.cuh"
 #include "mask.cuh"
 #include "pipeline_sm90.cuh"
 #include "ptx/barrier.cuh"
@@ -30,8 +30,6 @@ constexpr int kProducerRegisters = 24, kConsumerRegisters = (504 - kProducerRegi
 constexpr bool kEarlyP = !kSplitRows;
 constexpr int kDsBuffers = 2, kSendBuffers = 2;
 constexpr int kConsumerWarps = 4 * kConsumers;  // warps that fill a buffer of results
-// The producer works out the next one while that of the tile before is still read.
-constexpr int kWorks = 3;
 static_assert(kTile.block_n == 64 * kConsumers, "each consumer warpgroup has 64 keys");
 static_assert(kSplitRows ? kTile.head_dim == 64 : kTile.block_m == 64 && kTile.head_dim > 64 && kTile.head_dim <= 128);
 static_assert(kRowPadding % kTile.block_m == 0, "tiles of row vectors load whole");
@@ -49,50 +47,6 @@ using VTile = PanelTile<kTile.block_n, kTile.value_dim>;
 using DsTile = PanelTile<kTile.block_n, kTile.block_m>;  // transposed: rows are keys
 using Scores = Fragment<1, kTile.block_m>;               // likewise
 using DqHalf = Fragment<1, 64>;
-
-// A block of keys and the query blocks that see it, once for each batch position over which it is summed.
-struct KeyWork {
-  int block, owned;  // block: -1 after the last
-  BlockRange rows;
-  int first, steps;
-
-  __device__ __forceinline__ void locate(const Params& params, int tile) {
-    const int n_blocks = ceil_div(params.seqlen_k, kTile.block_n);
-    const Work work =
-        kDeterministic ? locate_section_rows(params, n_blocks, tile) : locate_in_section(params, n_blocks, tile);
-    block = work.block;
-    owned = work.owned;
-    const int key0 = block * kTile.block_n;
-    rows = query_blocks(params, key0, min_of(params.seqlen_k, key0 + kTile.block_n), kTile.block_m);
-    first = first_row_block(params, rows, block, n_blocks);
-    steps = (rows.end - rows.begin) * loop_count(params);
-  }
-};
-
-// Where a role is in its work: query blocks from the first one on, all round, batch position after batch position.
-struct Step {
-  int block, summed = 0;
-
-  __device__ __forceinline__ explicit Step(const KeyWork& work) : block(work.first) {}
-  // Whether it is at another batch position.
-  __device__ __forceinline__ bool next(const KeyWork& work) {
-    if (++block == work.rows.end) block = work.rows.begin;
-    if (block != work.first) return false;
-    ++summed;
-    return true;
-  }
-};
-
-// Where a role is among the tiles of its CTA: the record, and the phase of K and V.
-struct TileState {
-  int slot = 0;
-  u32 parity = 0;
-
-  __device__ __forceinline__ void next() {
-    slot = slot + 1 == kWorks ? 0 : slot + 1;
-    parity ^= 1;
-  }
-};
 
 struct RowVectors {
   alignas(16) float lse[kTile.block_m], delta[kTile.block_m];
@@ -127,10 +81,6 @@ struct SharedStorage {
 };
 static_assert(sizeof(SharedStorage) == kSmemBytes, "the tile table counts the same bytes");
 
-__device__ __forceinline__ int tile_count(const Params& params) {
-  return ceil_div(params.seqlen_k, kTile.block_n) * owned_count(params);
-}
-
 // One thread.
 __device__ __forceinline__ void produce(const TmaParams& tma, SharedStorage& smem) {
   const Params& params = tma.params;
@@ -150,7 +100,10 @@ __device__ __forceinline__ void produce(const TmaParams& tma, SharedStorage& sme
       mbarrier_arrive(smem.k_barriers.full);
       return;
     }
-    work.locate(params, tile);
+    const int n_blocks = ceil_div(params.seqlen_k, kTile.block_n);
+    work.locate(params, kDeterministic ? locate_section_rows(params, n_blocks, tile)
+                                       : locate_in_section(params, n_blocks, tile));
+    work.first = first_row_block(params, work.rows, work.block, n_blocks);
     Step step(work);
     BatchIndex batch;
     i64 batch_at;  // of lse and delta
@@ -298,26 +251,6 @@ __device__ __forceinline__ void send_buffer(const TmaParams& tma, SharedStorage&
     bulk_wait();
     fence_async_proxy_all();  // what the copy engine has written comes before the count
     add_release(&turn.done);
-  }
-}
-
-// Query rows that see no key: nobody has loaded anything for them.
-__device__ __forceinline__ void clear_dq(const Params& params) {
-  const bool rows_see_keys = params.band_hi >= 0 && params.seqlen_q - 1 + params.band_lo < params.seqlen_k;
-  if (rows_see_keys) return;
-  const int m_blocks = ceil_div(params.seqlen_q, kTile.block_m);
-  for (int i = blockIdx.x; i < m_blocks * owned_count(params) * loop_count(params); i += gridDim.x) {
-    const int row0 = i % m_blocks * kTile.block_m, at = i / m_blocks,
-              row_end = min_of(params.seqlen_q, row0 + kTile.block_m);
-    const BlockRange keys = key_blocks(params, row0, row_end, kTile.block_n);
-    if (keys.end > keys.begin) continue;
-    const BatchIndex batch = batch_index(params, at % owned_count(params), at / owned_count(params));
-#pragma unroll 1
-    for (int row = row0; row < row_end; ++row) {
-      Output* dq = base<Output>(params.dq, params.dq_stride, batch) + row * params.dq_stride.row;
-#pragma unroll 1
-      for (int col = lane_id(); col < params.head_dim; col += 32) dq[col * params.dq_stride.col] = Output{};
-    }
   }
 }
 

@@ -188,7 +188,48 @@ def test_scratch_of_gradients_holds_row_vectors_sums_and_counters(d: int) -> Non
     sums = 4 * 3 * blocks * taken.tile.block_m * d
     counts = hopper.CLAIMS_NBYTES + hopper.TURN_NBYTES * 3 * blocks
     end = 8 * rows + sums + counts
-    assert hopper.backward_scratch(described, taken) == (0, 4 * rows, 8 * rows, 8 * rows + sums, end + 16, counts)
+    assert hopper.backward_scratch(described, taken.sums) == (0, 4 * rows, 8 * rows, 8 * rows + sums, end + 16, counts)
+
+
+@pytest.mark.parametrize(
+    ("d", "e", "tile"),
+    [
+        (129, 8, (192, 128)),
+        (192, 128, (192, 128)),
+        (136, 136, (192, 192)),
+        (40, 200, (256, 256)),
+        (256, 256, (256, 256)),
+    ],
+)
+def test_kernels_for_some_of_the_gradients_have_row_vectors_and_a_count(d: int, e: int, tile: tuple[int, int]) -> None:
+    """And the same claims, one after the other."""
+    q, k, v = (
+        np.zeros((3, n, cols), np.float16) for n, cols in ((1000, 8 * -(-d // 8)), (300, 8 * -(-d // 8)), (300, e))
+    )
+    described = describe(q[..., :d], k[..., :d], v)
+    taken = hopper.split_backward(described)
+    assert taken is not None and taken.dq is not None and taken.dkv is not None
+    assert (taken.dkv.head_dim, taken.dkv.value_dim) == tile
+    for variant in (
+        tiles.sm90_backward_dq_variant("float16", taken.dq),
+        tiles.sm90_backward_dkv_variant("float16", taken.dkv),
+    ):
+        assert 0 < variant.smem_bytes <= tiles.SMEM_LIMIT["90a"] and variant.maps == 4
+    rows, counts = 3 * memory.padded_rows(1000), hopper.CLAIMS_NBYTES
+    assert hopper.backward_scratch(described, None) == (0, 4 * rows, 8 * rows, 8 * rows, 8 * rows + counts + 16, counts)
+
+
+def test_few_features_have_no_kernel_for_dk_and_dv_alone() -> None:
+    taken = hopper.split_backward(of_shape(100, 90, 128, np.float16))
+    assert taken is not None and taken.dq is not None and taken.dkv is None
+    assert hopper.split_backward(of_shape(100, 90, 192, np.float32)) is None
+    assert hopper.split_backward(of_shape(100, 90, 132, np.float16)) is None  # rows that do not begin at whole 16 bytes
+
+
+def test_blocks_of_keys_are_taken_in_sections_whose_q_and_do_the_l2_holds() -> None:
+    described = of_shape(4096, 16384, 256, np.float16, heads=12)
+    assert hopper.dkv_sections(described, 12) == 12 // (hopper.BACKWARD_SECTION_BYTES // (4096 * 2 * 512))
+    assert hopper.dkv_sections(of_shape(64, 64, 256, np.float16), 1) == 1
 
 
 def test_gradients_of_other_features_and_dtypes_are_for_other_kernels() -> None:
@@ -198,6 +239,43 @@ def test_gradients_of_other_features_and_dtypes_are_for_other_kernels() -> None:
     for d, tile in ((8, 64), (64, 64), (72, 96), (104, 128), (128, 128)):
         taken = hopper.backward(of_shape(100, 90, d, np.float16))
         assert taken is not None and taken.tile.head_dim == tile
+
+
+@pytest.mark.parametrize("tile", tiles.SM90_BACKWARD_DQ, ids=lambda tile: f"{tile.head_dim}-{tile.value_dim}")
+def test_a_tile_for_dq_alone_fits_and_leaves_registers(tile: tiles.Tile) -> None:
+    """Of a consumer's 232 or 240: sums, scores, what becomes ds, and ds."""
+    assert 0 < tiles.sm90_backward_dq_variant("float16", tile).smem_bytes <= tiles.SMEM_LIMIT["90a"]
+    assert tile.block_m == params.ROW_PADDING == 2 * hopper.WARPGROUP_ROWS and tile.threads == 384
+    assert tile.head_dim // 2 + 2 * tile.block_n // 2 + tile.block_n // 4 <= 208
+
+
+def test_dq_alone_takes_the_narrowest_tile() -> None:
+    for d, e, wanted in ((8, 64, (64, 64)), (72, 40, (96, 96)), (128, 8, (128, 128)), (192, 128, (192, 128)),
+                         (136, 136, (192, 192)), (40, 256, (256, 256)), (256, 256, (256, 256))):  # fmt: skip
+        tile = tiles.sm90_backward_dq("bfloat16", d, e)
+        assert tile is not None and (tile.head_dim, tile.value_dim) == wanted
+    assert tiles.sm90_backward_dq("float16", 257, 64) is None
+    assert tiles.sm90_backward_dq("float32", 64, 64) is None
+
+
+def test_maps_for_some_of_the_gradients_bring_rows_of_a_warpgroup_and_blocks_of_keys() -> None:
+    described = of_shape(1000, 300, 192, np.float16, heads=3)
+    strides = {"q": described.q_strides, "k": described.k_strides, "v": described.v_strides}
+    tile = tiles.sm90_backward_dq("float16", 192, 192)
+    assert tile is not None
+    for rows_apart, followed in ((384, True), (388, False)):
+        layout = memory.layout_of(described, {**strides, "dout": (1000 * rows_apart, rows_apart, 2)})
+        maps = hopper.split_maps(described, layout, tile)
+        assert (maps is not None) == followed
+        if maps is not None:
+            assert [params.TENSORS[each.tensor] for each in maps] == ["q", "k", "v", "dout"]
+            assert [each.box.rows for each in maps if each.box] == [64, tile.block_n, tile.block_n, 64]
+
+
+def test_tiles_of_dq_alone_are_taken_in_sections_where_their_lengths_differ() -> None:
+    assert hopper.dq_sections(of_shape(4096, 4096, 256, np.float16, 16), 16) == 16
+    assert hopper.dq_sections(of_shape(4096, 4096, 256, np.float16, 16, causal=True), 16) == 4
+    assert hopper.dq_sections(of_shape(64, 64, 64, np.float16, causal=True), 1) == 1
 
 
 def test_caps_at_the_ends_of_float32_are_for_other_kernels() -> None:

@@ -535,7 +535,8 @@ def test_gradients_of_16_bits_have_a_kernel_on_hopper(
         ("softcap", half(20, 64), half(27, 64), half(27, 64), {"softcap": 3.0}),
         ("key_bias", half(20, 64), half(27, 64), half(27, 64), {"key_bias": on_gpu(np.zeros(27, np.float32))}),
         ("scale", half(20, 64), half(27, 64), half(27, 64), {"scale": -1.0}),
-        ("many features", half(20, 136), half(27, 136), half(27, 64), {}),
+        ("many features, softcap", half(20, 136), half(27, 136), half(27, 64), {"softcap": 3.0}),
+        ("many features, rows backwards", half(20, 136, layout=Layout(steps=(-1, 1))), half(27, 136), half(27, 64), {}),
         ("rows that end within 16 bytes", half(20, 36), half(27, 36), half(27, 64), {}),
         ("broadcast q", half(20, 64), half(3, 27, 64), half(3, 27, 64), {}),
         ("k and v broadcast otherwise", half(3, 20, 64), half(27, 64), half(3, 27, 64), {}),
@@ -552,6 +553,7 @@ def test_gradients_of_16_bits_have_a_kernel_on_hopper(
             {"out": (None, None, half(27, 64, layout=Layout(steps=(1, 2))))},
         ),
         ("no dk", half(20, 64), half(27, 64), half(27, 64), {"need": ("q", "v")}),
+        ("no dq", half(20, 64), half(27, 64), half(27, 64), {"need": ("k", "v")}),
     ],
 )
 def test_other_gradients_are_the_portable_kernels_on_hopper(
@@ -561,6 +563,53 @@ def test_other_gradients_are_the_portable_kernels_on_hopper(
     device.launched.clear()
     gradients_of(q, k, v, **options)
     assert {variant.family for variant in device.launched} == {"sm80"}
+
+
+BROADCAST_K = half(3, 20, 192), half(27, 192), half(3, 27, 128)
+BROADCAST_Q = half(20, 256), half(3, 27, 256), half(3, 27, 256)
+APART = {"out": (None, half(27, 136, layout=Layout(shift=1)), half(27, 256, layout=Layout(steps=(1, 2))))}
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize(
+    ("what", "arrays", "options", "kernels"),
+    [
+        ("all", (half(3, 200, 256), *(half(3, 270, 256),) * 2), {"causal": True, "align": 0}, ("dkv", "dq")),
+        ("values of the many", (half(20, 8), half(27, 8), half(27, 136)), {}, ("dkv", "dq")),
+        (
+            "no whole 16 bytes",
+            (*(half(n, 140, layout=Layout(pad=4)) for n in (20, 27)), half(27, 8)),
+            {},
+            ("dkv", "dq"),
+        ),
+        ("heads of groups", (half(2, 3, 20, 192), *(half(2, 1, 27, 192),) * 2), {}, ("dkv", "dq")),
+        (
+            "results that the copy engine cannot write",
+            (half(20, 136), half(27, 136), half(27, 256)),
+            APART,
+            ("dkv", "dq"),
+        ),
+        ("dq", (half(20, 192), *(half(27, 192),) * 2), {"need": ("q",)}, ("dq",)),
+        ("dq of few features", (half(20, 64), *(half(27, 64),) * 2), {"need": ("q",)}, ("dq",)),
+        ("dk", (half(20, 192), *(half(27, 192),) * 2), {"need": ("k",)}, ("dkv",)),
+        ("dk and dv", (half(20, 192), *(half(27, 192),) * 2), {"need": ("k", "v")}, ("dkv",)),
+        ("dv and dq", (half(20, 192), *(half(27, 192),) * 2), {"need": ("q", "v")}, ("dkv", "dq")),
+        ("k alone is broadcast", BROADCAST_K, {}, ("dkv", "dkv", "dq")),
+        ("q is broadcast", BROADCAST_Q, {}, ("dkv", "dq")),
+    ],
+)
+def test_gradients_of_many_features_or_some_alone_have_two_kernels_on_hopper(
+    device: Pretended, what: str, arrays: Any, options: dict[str, Any], kernels: Any, deterministic: bool
+) -> None:
+    """The same ones whether deterministic or not."""
+    device.become("sm90", "90a")
+    device.launched.clear()
+    nbytes = cuflash.workspace_nbytes("attention_backward", *arrays)
+    gradients_of(*arrays, deterministic=deterministic, workspace=on_gpu(np.empty(nbytes, np.uint8)), **options)
+    assert [(x.operation, x.family, x.deterministic) for x in device.launched] == [
+        ("attention_delta", "sm90", True),
+        *((f"attention_backward_{kernel}", "sm90", True) for kernel in kernels),
+    ]
 
 
 @pytest.mark.parametrize("capturing", [True, False])

@@ -58,10 +58,10 @@ __device__ __forceinline__ Sums<kCols> sums_of(Fragment<1, kCols>& f) {
 template <class Tile>
 using Planes = Tile[kPlanes];
 
-// s = A B^T: 64 rows of A from row0 on.
+// s = A B^T, or s += A B^T unless the sum begins: 64 rows of A from row0 on.
 template <int kDepth, int kCols, class TileA, class TileB>
 __device__ __forceinline__ void issue_nt(Fragment<1, kCols>& s, const Planes<TileA>& a_smem, int row0,
-                                         const Planes<TileB>& b_smem) {
+                                         const Planes<TileB>& b_smem, bool begins = true) {
   wgmma_fence();
 #pragma unroll
   for (int pair = 0; pair < kPlanePairs; ++pair) {
@@ -71,7 +71,7 @@ __device__ __forceinline__ void issue_nt(Fragment<1, kCols>& s, const Planes<Til
     for (int k = 0; k < kDepth / 16; ++k) {
       const int panel = k / 4, step = k % 4 * (32 >> 4);  // 16 columns are 32 bytes
       Wgmma<kCols>::nt(sums_of(s), a + (step + panel * (TileA::kPanelBytes >> 4)),
-                       b + (step + panel * (TileB::kPanelBytes >> 4)), pair + k > 0, Plane{});
+                       b + (step + panel * (TileB::kPanelBytes >> 4)), pair + k > 0 || !begins, Plane{});
     }
   }
   wgmma_commit();

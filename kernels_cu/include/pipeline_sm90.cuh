@@ -43,12 +43,12 @@ __device__ __forceinline__ void batch_on_map(int (&at)[3], const BatchIndex& bat
   for (int i = 0; i < 3; ++i) at[i] = stride.batch[i] == 0 ? 0 : batch.i[i];
 }
 
-// The producer's: the tile at `row` of a batch position, as soon as the buffer is empty. The buffer is full with
-// `more_bytes` that are still to be asked for.
+// The producer's: the tile at `row` and `col` of a batch position, as soon as the buffer is empty. The buffer is full
+// with `more_bytes` that are still to be asked for.
 template <class Tile>
 __device__ __forceinline__ void fill(Tile (&smem)[kPlanes], BufferBarriers& barriers, u32 parity,
                                      const TensorMap (&map)[kPlanes], int row, const BatchIndex& batch,
-                                     const Strides& stride, u32 more_bytes = 0) {
+                                     const Strides& stride, u32 more_bytes = 0, int col = 0) {
   int at[3];
   batch_on_map(at, batch, stride);
   mbarrier_wait(barriers.empty, parity ^ 1);
@@ -57,8 +57,8 @@ __device__ __forceinline__ void fill(Tile (&smem)[kPlanes], BufferBarriers& barr
   for (int plane = 0; plane < kPlanes; ++plane)
 #pragma unroll
     for (int panel = 0; panel < Tile::kPanels; ++panel)
-      tma_load(shared_address(&smem[plane]) + panel * Tile::kPanelBytes, map[plane], barriers.full, 64 * panel, row,
-               at);
+      tma_load(shared_address(&smem[plane]) + panel * Tile::kPanelBytes, map[plane], barriers.full, col + 64 * panel,
+               row, at);
 }
 
 // The producer's: key_bias of the keys from key0 on, a block of them or what is left. Rows of the array begin and end

@@ -58,13 +58,14 @@ __device__ __forceinline__ void scores_to_p(Fragment<1, kCols>& s, const Params&
 }
 // The same, but of large lse the difference is taken first, in natural units, of products rounded as the forward
 // rounded them (recompute.cuh).
+__device__ __forceinline__ float p_of_large(float score, const Params& params, float kept) {
+  const float exponent = is_large(kept) ? add_rn(mul_rn(score, params.lse_scale), -kept / 2) * kLog2E
+                                        : fmaf(score, params.exponent_scale, -kept);
+  return ex2(exponent > 0 ? 0 : exponent);
+}
 template <int kCols>
 __device__ __forceinline__ void large_scores_to_p(Fragment<1, kCols>& s, const Params& params, const float* lse) {
-  for_each_of_rows(s, s, lse, [&](float& x, float&, float of_row) {
-    const float exponent = is_large(of_row) ? add_rn(mul_rn(x, params.lse_scale), -of_row / 2) * kLog2E
-                                            : fmaf(x, params.exponent_scale, -of_row);
-    x = ex2(exponent > 0 ? 0 : exponent);
-  });
+  for_each_of_rows(s, s, lse, [&](float& x, float&, float of_row) { x = p_of_large(x, params, of_row); });
 }
 
 // ds / scale = p (dp - delta).

@@ -1,0 +1,265 @@
+"""Gradients by the two kernels of the sm90 family for more features than one kernel has room for, and for some of the
+gradients alone, on a GPU, held to dense float64.
+
+Lengths that no block divides, sums over heads, rows and keys that see nothing; the same bits each time; the counter at
+0 after each call; and what they do not take goes to the portable kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from backends import GPU, Layout, bits_dtype, dtype_of, normal, put
+from checks import (
+    check_backward,
+    compiled_kernels,  # noqa: F401 - a fixture
+    expect,
+    run,
+)
+from gpu_cases import Case, cases
+from hypothesis import event, given
+from hypothesis import strategies as st
+from test_backward_sm90 import BANDS, both_dtypes, in_16_bits
+from test_gpu import examples, hopper_kernels, plain
+
+import cuflash
+from cuflash import needs, tiles
+
+pytestmark = pytest.mark.gpu
+BACKEND = GPU
+DQ, DKV = f"{tiles.DQ}_sm90", f"{tiles.DKV}_sm90"
+"""How the names of variants begin."""
+NEEDS = (None, ("q",), ("k", "v"), ("v",), ("q", "k"))
+FEATURES = ((256, 256), (192, 192), (192, 128), (136, 8), (64, 200), (248, 136))
+
+
+def taken(launched: list[str]) -> set[str]:
+    """Which of the two are among the launched."""
+    return {kernel for kernel in (DQ, DKV) for name in launched if name.startswith(kernel)}
+
+
+def wanted_of(need: tuple[str, ...] | None) -> set[str]:
+    need = need or ("q", "k", "v")
+    return ({DQ} if "q" in need else set()) | ({DKV} if "k" in need or "v" in need else set())
+
+
+def wide(case: Case) -> Case:
+    """The case with 120 more features, up to 256."""
+    shapes = {
+        name: (*shape[:-1], min(256, shape[-1] + 120)) for name, shape in (("q", case.q), ("k", case.k), ("v", case.v))
+    }
+    return replace(in_16_bits(case), **shapes)
+
+
+@examples(400)
+@given(
+    case=cases("sm80", with_layouts=False).map(plain).map(wide),
+    has_dlse=st.booleans(),
+    need=st.sampled_from(NEEDS),
+)
+def test_drawn_calls(case: Case, has_dlse: bool, need: tuple[str, ...] | None) -> None:
+    with hopper_kernels("name") as launched:
+        check_backward(BACKEND, case, "sm90", need, True, has_dlse)
+    event(f"taken: {len(taken(launched))}")
+
+
+@both_dtypes
+@pytest.mark.parametrize("need", NEEDS, ids=str)
+@pytest.mark.parametrize(("d", "e"), FEATURES)
+def test_they_take_what_they_are_for(dtype: str, d: int, e: int, need: tuple[str, ...] | None) -> None:
+    """Lengths around those of blocks, more queries than keys and fewer, one row, and more blocks of keys than CTAs."""
+    for options in BANDS:
+        for heads, m, n in ((3, 333, 517), (2, 517, 333), (1, 1, 129), (2, 257, 1), (45, 130, 300), (1, 70, 8500)):
+            case = Case(dtype, (heads, m, d), (heads, n, d), (heads, n, e), None, options, {}, "normal", m)
+            with hopper_kernels("name") as launched:
+                check_backward(BACKEND, case, "sm90", need, True, m % 2 == 1)
+            assert taken(launched) == wanted_of(need), (options, heads, m, n)
+
+
+@pytest.mark.parametrize("d", [64, 96, 128, 40])
+def test_dq_alone_has_a_kernel_at_any_number_of_features(d: int) -> None:
+    for options in BANDS:
+        case = Case("float16", (3, 333, d), (3, 517, d), (3, 517, d), None, options, {}, "normal", d)
+        with hopper_kernels("name") as launched:
+            check_backward(BACKEND, case, "sm90", ("q",), True, True)
+        assert taken(launched) == {DQ}
+
+
+@pytest.mark.parametrize(("d", "e"), [(256, 256), (192, 128)])
+@pytest.mark.parametrize("options", BANDS, ids=str)
+@pytest.mark.parametrize(
+    ("q", "k", "v", "grouped"),
+    [
+        ((2, 6), (2, 2), (2, 2), True),
+        ((4,), (1,), (1,), True),
+        ((3, 2), (1, 2), (1, 2), False),
+        ((5, 3), (), (), False),
+        ((2, 3, 2), (2, 1, 2), (2, 1, 2), False),
+        ((), (3,), (3,), False),
+        ((3,), (), (3,), False),
+        ((2, 1), (1, 3), (2, 3), False),
+    ],
+    ids=str,
+)
+def test_gradients_are_summed_over_the_axes_that_their_arrays_lack(
+    q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], grouped: bool, options: dict[str, Any], d: int, e: int
+) -> None:
+    options = options | ({"grouped_heads": True} if grouped else {})
+    case = Case("bfloat16", (*q, 200, d), (*k, 270, d), (*v, 270, e), None, options, {}, "normal", 11)
+    with hopper_kernels("name") as launched:
+        check_backward(BACKEND, case, "sm90", None, True, True)
+    assert taken(launched) == {DQ, DKV}
+
+
+@pytest.mark.parametrize("d", [192, 256])
+@pytest.mark.parametrize(
+    ("m", "n", "options"),
+    [
+        (700, 200, {"causal": True, "align": "bottom-right"}),  # the first rows see no key
+        (200, 700, {"causal": True, "align": "top-left"}),  # no row sees the last keys
+        (400, 300, {"window": (10, 10), "align": -350}),
+        (300, 400, {"window": (0, 0), "align": 500}),  # nobody sees anything
+    ],
+    ids=str,
+)
+def test_rows_without_keys_and_keys_without_rows(m: int, n: int, options: dict[str, Any], d: int) -> None:
+    for heads, need in ((3, None), (300, ("k", "v"))):
+        case = Case("float16", (heads, m, d), (heads, n, d), (heads, n, d), None, options, {}, "normal", 12)
+        with hopper_kernels("name") as launched:
+            check_backward(BACKEND, case, "sm90", need, True, True)
+        assert taken(launched) == wanted_of(need)
+
+
+@pytest.mark.parametrize("d", [192, 256])
+def test_an_infinite_key_without_weight_has_no_gradient(d: int) -> None:
+    """Rows beyond the length, which are zeros in shared memory, have none for it either. The last block is cut."""
+    rng = np.random.default_rng(13)
+    q, k, v, do = (normal(rng, (1, 70, d), "float16") for _ in range(4))
+    q[..., 5] = -1 - abs(q[..., 5])
+    others = np.delete(np.arange(70), 33)
+    wanted = expect(q, k[:, others], v[:, others], do, family="sm90")
+    k[:, 33, 5] = np.inf
+    arrays = [put(BACKEND, x) for x in (q, k, v)]
+    with hopper_kernels("name") as launched:
+        o, lse = cuflash.attention(*arrays, return_lse=True)
+        gradients = cuflash.attention_backward(put(BACKEND, do), *arrays, o, lse, need=("k", "v"))
+    assert taken(launched) == {DKV}
+    for name, gradient in zip(("dk", "dv"), gradients[1:], strict=True):
+        got = BACKEND.get(gradient)
+        assert not got[:, 33].any(), name
+        wanted[name].check(got[:, others])
+
+
+def test_arrays_as_callers_have_them() -> None:
+    """Axes swapped, rows apart, results as well, which need no alignment."""
+    inputs, results = ("q", "k", "v", "do"), ("dq", "dk", "dv")
+    for layout in (Layout((1, 0, 2)), Layout(pad=8), Layout(steps=(1, 2, 1)), Layout((1, 0, 2), pad=16)):
+        for d in (192, 200):
+            shapes = ((4, 300, d), (4, 270, d), (4, 270, d))
+            case = Case("bfloat16", *shapes, None, {}, dict.fromkeys(inputs + results, layout), "normal", 13)
+            with hopper_kernels("name") as launched:
+                check_backward(BACKEND, case, "sm90", None, True, False)
+            assert taken(launched) == {DQ, DKV}
+    for layout in (Layout(shift=1), Layout(steps=(1, 1, 2)), Layout(steps=(1, -1, 1))):
+        shapes = ((4, 300, 136), (4, 270, 136), (4, 270, 256))
+        case = Case("bfloat16", *shapes, None, {}, dict.fromkeys(results, layout), "normal", 13)
+        with hopper_kernels("name") as launched:
+            check_backward(BACKEND, case, "sm90", None, True, False)
+        assert taken(launched) == {DQ, DKV}
+
+
+@pytest.mark.parametrize(("d", "e"), [(192, 128), (192, 192), (256, 256)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "options"),
+    [(40, 40, {}), (40, 40, {"causal": True}), (48, 12, {"causal": True}), (40, 40, {"window": (100, 20)})],
+    ids=str,
+)
+def test_the_same_bits_every_time(d: int, e: int, heads: int, kv_heads: int, options: dict[str, Any]) -> None:
+    """Whichever CTA takes a tile. Also where any order would do: they have but one."""
+    rng = np.random.default_rng(1)
+    grouped = {"grouped_heads": True} if kv_heads < heads else {}
+    shapes = [(heads, 900, d), (kv_heads, 900, d), (kv_heads, 900, e), (heads, 900, e)]
+    q, k, v, do = (put(BACKEND, normal(rng, shape, "bfloat16")) for shape in shapes)
+    bits = bits_dtype(dtype_of("bfloat16"))
+    with hopper_kernels("name") as launched:
+        o, lse = cuflash.attention(q, k, v, return_lse=True, **options, **grouped)
+        first = [x.view(bits) for x in cuflash.attention_backward(do, q, k, v, o, lse, **options, **grouped)]
+        for turn in range(100):
+            more = {"deterministic": turn % 2 == 0}
+            again = cuflash.attention_backward(do, q, k, v, o, lse, **options, **grouped, **more)
+            assert all(bool((x == y.view(bits)).all()) for x, y in zip(first, again, strict=True))
+            assert all(not x.any() for x in needs._zeros.values())
+    assert taken(launched) == {DQ, DKV}
+
+
+@pytest.mark.parametrize("own_workspace", [True, False])
+def test_replays_of_a_graph(own_workspace: bool) -> None:
+    """Tiles are claimed anew in each."""
+    import cupy
+
+    rng = np.random.default_rng(3)
+    versions = [[normal(rng, (6, 400, 192), "float16") for _ in range(4)] for _ in range(2)]
+    q, k, v, do = (put(BACKEND, x) for x in versions[0])
+    o, lse = cupy.empty_like(q), cupy.empty(q.shape[:-1], np.float32)
+    gradients = tuple(cupy.empty_like(q) for _ in range(3))
+    with hopper_kernels("name") as launched:
+        workspace = BACKEND.empty_bytes(cuflash.workspace_nbytes("attention_backward", q, k, v, causal=True))
+        given = {"workspace": workspace} if own_workspace else {}
+        stream = cupy.cuda.Stream(non_blocking=True)
+        cupy.cuda.Device().synchronize()
+
+        def enqueue() -> None:
+            cuflash.attention(q, k, v, causal=True, return_lse=True, out=(o, lse))
+            cuflash.attention_backward(do, q, k, v, o, lse, out=gradients, causal=True, **given)
+
+        with stream:
+            enqueue()
+            stream.begin_capture()
+            enqueue()
+            graph = stream.end_capture()
+            for values in versions[::-1]:
+                for array, new in zip((q, k, v, do), values, strict=True):
+                    array.set(new)
+                for x in gradients:
+                    x.data.memset_async(255, x.nbytes, stream)
+                graph.launch(stream)
+                stream.synchronize()
+                wanted = expect(*values, family="sm90", causal=True)
+                for name, x in zip(("dq", "dk", "dv"), gradients, strict=True):
+                    wanted[name].check(BACKEND.get(x))
+    assert taken(launched) == {DQ, DKV}
+
+
+@pytest.mark.parametrize(
+    ("what", "changes"),
+    [
+        ("softcap", {"options": {"softcap": 3.0}}),
+        ("key_bias", {"key_bias": (270,)}),
+        ("a negative scale", {"options": {"scale": -0.1}}),
+        ("float32", {"dtype": "float32"}),
+        ("rows that do not begin at whole 16 bytes", {"q": (3, 200, 132), "k": (3, 270, 132)}),
+        ("rows backwards", {"layouts": {"k": Layout(steps=(1, -1, 1))}}),
+        ("q off its alignment", {"layouts": {"q": Layout(shift=1)}}),
+    ],
+)
+def test_others_go_to_the_portable_kernels(what: str, changes: dict[str, Any]) -> None:
+    case = Case("float16", (3, 200, 192), (3, 270, 192), (3, 270, 192), None, {}, {}, "normal", 14)
+    with hopper_kernels("name") as launched:
+        check_backward(BACKEND, replace(case, **changes), "sm80", None, True, True)
+    assert not taken(launched), what
+
+
+@pytest.mark.parametrize("d", [192, 256])
+def test_scores_beyond_the_fraction_of_a_float(d: int) -> None:
+    """Scores of 4e9 in some rows, beside small ones in the same tile: p is 1 in all, as there is one key."""
+    rng = np.random.default_rng(16)
+    q = np.where(np.arange(300)[:, None] % 3 == 1, 20001.0, rng.standard_normal((300, d))).astype(np.float16)
+    k = np.full((1, d), 20001, np.float16)
+    v, do = np.ones((1, d), np.float16), np.ones((300, d), np.float16)
+    with hopper_kernels("name") as launched:
+        got = run(BACKEND, q, k, v, do)
+    assert taken(launched) == {DQ, DKV}
+    assert (got.dv == 300).all() and np.isfinite(got.dq).all() and np.isfinite(got.dk).all()
