@@ -201,9 +201,6 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
           } else {
             scores_to_p(s, params, of_rows);
           }
-          mbarrier_wait(barriers.empty, exchange.parity ^ 1);
-          exchanged.store(s);
-          release(barriers.full);
         } else {
           Scores p;
           mbarrier_wait(barriers.full, exchange.parity);
@@ -211,7 +208,6 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
           dp_to_ds(s, p, of_rows);
           release(barriers.empty);
         }
-        exchange.next();
         OperandA<kTile.block_m> operand;
         operand.from(s);
         release(smem.slot_barriers[factor_slot()].empty);
@@ -219,9 +215,14 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
         u64& sum_empty = smem.slot_barriers[sum_slot()].empty;
         if constexpr (kOfValues) {
           issue_nn(sums, operand, smem.slots[sum_slot()].dout);
+          // Under the product: the other warpgroup has one of its own to wait for.
+          mbarrier_wait(barriers.empty, exchange.parity ^ 1);
+          exchanged.store(s);
+          release(barriers.full);
         } else {
           issue_nn(sums, operand, smem.slots[sum_slot()].q);
         }
+        exchange.next();
         slot.next();
         step.next(work);
         if (--left == 0) {

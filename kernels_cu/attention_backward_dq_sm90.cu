@@ -29,8 +29,9 @@ constexpr int kVParts = kTile.stages > 1             ? 1
 constexpr int kKStages = kTile.stages + 1, kVStages = kTile.stages;
 // Records of tiles: the producer works out the next one while that of the tile before is still read.
 constexpr int kWorks = 3;
-// Warpgroups issue their products in turns, so that what one makes of scores runs under the products of another.
-constexpr bool kTakeTurns = true;
+// Warpgroups issue their products in turns, so that what one makes of scores runs under the products of another. With a
+// single V they would wait for it in turns, too.
+constexpr bool kTakeTurns = kTile.stages > 1;
 // A CTA claims its next tile when so many blocks of this one are still to be copied: early enough to be answered in
 // time, and late, as what it claims waits for all that it has before.
 constexpr int kBlocksAfterClaim = 2;
