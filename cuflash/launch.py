@@ -363,7 +363,7 @@ def _plan_few(problem: Problem, family: str, layout: memory.Layout, kernel: few.
     if splits == 1:
         return _Plan((main,))
     begin, nbytes = few.scratch(problem, kernel)
-    parts = ((POINTERS["split_rows"], begin),)
+    parts = ((POINTERS["partials"], begin),)
     if kernel.merges:
         return _Plan((main,), Needs(nbytes, parts, counts=begin))  # which the counts come before
     merge = _row_variant(problem, "attention_merge_splits", family, "strided")

@@ -156,8 +156,9 @@ class Tile:
             ds, dq = panels(self.block_n, self.block_m), 4 * self.block_m * self.head_dim
             sent = max(dq, panels(self.block_n, self.head_dim), panels(self.block_n, self.value_dim))
             # of ds and of what is sent two each; barriers of K, V and what is sent, what that is, and the work that is
-            # shared out
+            # shared out; dkey_bias
             nbytes = keys + self.stages * queries + 2 * (ds + sent) + 2 * 16 + 2 * 3 * 8 + 2 * 24 + 3 * 32
+            nbytes += 4 * self.block_n
             return -(-nbytes // 1024) * 1024
         k, v = panels(self.block_n, self.head_dim), panels(self.block_n, self.value_dim)
         barriers = 16 * (self.q_stages + 2 * self.stages + SM90_BIAS_STAGES)
@@ -736,7 +737,7 @@ def row_variant(
 
 
 SM90_TERMS: tuple[tuple[str, ...], ...] = ((), ("KeyBias",), ("Softcap",), ("Softcap", "KeyBias"))
-"""Score terms that the forward of the sm90 family is compiled with. Where a scale alone keeps a call from being plain,
+"""Score terms that forward and backward of the sm90 family are compiled with. Where a scale alone keeps a call from being plain,
 it takes key_bias, of zeros."""
 
 
@@ -756,11 +757,16 @@ def sm90_backward(dtype: str, features: int) -> Tile | None:
     return next((SM90_BACKWARD[d] for d in sorted(SM90_BACKWARD) if d >= features), None)
 
 
-def sm90_backward_variant(dtype: str, tile: Tile, ordered: bool) -> Variant:
-    """The kernel of what `sm90_backward` gives."""
+def sm90_backward_variant(
+    dtype: str, tile: Tile, ordered: bool, terms: tuple[str, ...] = (), needs_dq: bool = True
+) -> Variant:
+    """The kernel of what `sm90_backward` gives, with terms of `SM90_TERMS`. Without dq nothing has an order."""
     from cuflash.compile import Variant
 
-    return Variant(FUSED, "sm90", "90a", dtype, dtype, tile, (), "16", False, ordered)
+    ordered = ordered or not needs_dq
+    return Variant(
+        FUSED, "sm90", "90a", dtype, dtype, tile, terms, "16", bool(terms), ordered, needs_dq=needs_dq
+    )
 
 
 def sm90_few(operation: str, dtype: str, d: int) -> Variant | None:
@@ -784,8 +790,10 @@ def _sm90_variants() -> list[Variant]:
             if params.planes(dtype, precision) > 1:
                 found.append(row_variant("attention_planes", dtype, "strided", "90a", "sm90", precision))
     for dtype in (dtype for dtype in ITEMSIZE if kind(dtype) == "16 bits"):
-        for tile, ordered in itertools.product(SM90_BACKWARD.values(), (True, False)):
-            found.append(sm90_backward_variant(dtype, tile, ordered))
+        for tile, terms in itertools.product(SM90_BACKWARD.values(), SM90_TERMS):
+            found += [sm90_backward_variant(dtype, tile, ordered, terms) for ordered in (True, False)]
+            found.append(sm90_backward_variant(dtype, tile, True, terms, needs_dq=False))
+        found.append(row_variant("attention_dkey_bias", dtype, "strided", "90a", "sm90"))
         found += [row_variant("attention_delta", dtype, load, "90a", "sm90") for load in ("16", "strided")]
     return found
 
