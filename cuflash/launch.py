@@ -163,9 +163,7 @@ def _fused_sums(problem: Problem, family: str) -> memory.Sums | None:
 
 def _sm90_backward(problem: Problem, families: Families) -> hopper.Backward | None:
     """How the backward of the sm90 family may take a problem, None where others do."""
-    if not families.hopper or not problem.has_value or not is_plain(problem):
-        return None
-    return hopper.backward(problem)
+    return hopper.backward(problem) if families.hopper and problem.has_value else None
 
 
 def forward(
@@ -431,7 +429,7 @@ def _plan_backward_sm90(
     bits: Bits,
     *gradient_bits: int,
 ) -> _Plan | None:
-    """None where the copy engine cannot follow the arrays, or not all gradients are asked for, or dk and dv are summed
+    """None where the copy engine cannot follow the arrays, or dq is asked for without dk or dv, or dk and dv are summed
     over different axes or dq over any."""
     bits.check(problem.dtype)
     for gradient in gradient_bits:
@@ -440,37 +438,47 @@ def _plan_backward_sm90(
     if (bits.loads | dk | dv) % tma.ALIGNMENT:
         return None
     layout = memory.layout_of(problem, dict(zip(_BACKWARD_TENSORS, strides, strict=True)), taken.sums)
-    if not all(name in layout.strides for name in ("dout", "dq", "dk", "dv")):
+    asked, needs_dq = [name for name in _NEED if name in layout.strides], "dq" in layout.strides
+    if "dout" not in layout.strides or not asked:
         return None
-    summed = memory.summed_axes(layout, "dk")
-    if summed != memory.summed_axes(layout, "dv") or memory.summed_axes(layout, "dq"):
+    if needs_dq and (not {"dk", "dv"} <= set(asked) or memory.summed_axes(layout, "dq")):
         return None
+    loops = {memory.summed_axes(layout, name) for name in asked if name != "dkey_bias"} or {()}
+    if len(loops) > 1:
+        return None
+    [summed] = loops
     maps = hopper.backward_maps(problem, layout, taken)
     if maps is None:
         return None
-    vector = memory.load_kind(problem.dtype, layout, ("dq",), dq) == "16"
+    vector = needs_dq and memory.load_kind(problem.dtype, layout, ("dq",), dq) == "16"
     delta_load = memory.load_kind(problem.dtype, layout, ("o", "dout"), bits.rows)
     load = "16" if delta_load == "16" else "strided"
     delta = tiles.row_variant("attention_delta", problem.dtype, load, "90a", "sm90")
-    main = tiles.sm90_backward_variant(problem.dtype, taken.tile, problem.deterministic)
+    terms = _sm90_terms(problem, is_plain(problem))
+    main = tiles.sm90_backward_variant(problem.dtype, taken.tile, problem.deterministic, terms, needs_dq)
     owned = math.prod(layout.extents[i] for i in range(memory.MAX_BATCH_AXES) if i not in summed)
     ctas = min(-(-problem.n // taken.tile.block_n) * owned, multiprocessors(problem.device))
-    launches = (
+    launches = [
         prepare(problem, delta, layout, memory.padded_rows(problem.m) // hopper.DELTA_ROWS),
         replace(
             prepare(
-                problem, main, layout, loop=summed, store_vector=vector, sections=min(taken.sections, owned),
-                maps=maps, ctas=ctas,
+                problem, main, layout, loop=summed, need=sum(_NEED[name] for name in asked), store_vector=vector,
+                sections=min(taken.sections, owned), maps=maps, ctas=ctas,
             ),
             overlaps=True,
         ),
-    )  # fmt: skip
-    scratch = hopper.backward_scratch(problem, taken)
+    ]  # fmt: skip
+    scratch = hopper.backward_scratch(problem, taken, needs_dq)
     begins = scratch._asdict()
-    parts = tuple((POINTERS[name], begins[name]) for name in ("row_lse", "delta", "dq_accum"))
-    counters = ((POINTERS["claims"], 0), (POINTERS["dq_turn"], hopper.CLAIMS_NBYTES))
-    needs = Needs(scratch.nbytes, parts, (), scratch.counts_nbytes, scratch.counts, counters)
-    return _Plan(launches, needs)
+    parts = {name: begins[name] for name in ("row_lse", "delta", "dq_accum")[: 3 if needs_dq else 2]}
+    if "dkey_bias" in asked and (bias_axes := memory.summed_axes(layout, "dkey_bias")):
+        parts["partials"] = scratch.partials
+        sums = tiles.row_variant("attention_dkey_bias", problem.dtype, "strided", "90a", "sm90")
+        launches.append(prepare(problem, sums, layout, -(-problem.n // 32), bias_axes))
+    counters = ((POINTERS["claims"], 0), (POINTERS["dq_turn"], hopper.CLAIMS_NBYTES))[: 2 if needs_dq else 1]
+    named = tuple((POINTERS[name], begin) for name, begin in parts.items())
+    needs = Needs(scratch.nbytes, named, (), scratch.counts_nbytes, scratch.counts, counters)
+    return _Plan(tuple(launches), needs)
 
 
 def _backward_operations(problem: Problem, family: str) -> dict[str, tuple[str, ...]]:

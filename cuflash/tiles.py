@@ -737,8 +737,8 @@ def row_variant(
 
 
 SM90_TERMS: tuple[tuple[str, ...], ...] = ((), ("KeyBias",), ("Softcap",), ("Softcap", "KeyBias"))
-"""Score terms that forward and backward of the sm90 family are compiled with. Where a scale alone keeps a call from being plain,
-it takes key_bias, of zeros."""
+"""Score terms that forward and backward of the sm90 family are compiled with. Where a scale alone keeps a call from
+being plain, it takes key_bias, of zeros."""
 
 
 def sm90_variant(dtype: str, tile: Tile, precision: str | None, terms: tuple[str, ...]) -> Variant:
@@ -764,9 +764,7 @@ def sm90_backward_variant(
     from cuflash.compile import Variant
 
     ordered = ordered or not needs_dq
-    return Variant(
-        FUSED, "sm90", "90a", dtype, dtype, tile, terms, "16", bool(terms), ordered, needs_dq=needs_dq
-    )
+    return Variant(FUSED, "sm90", "90a", dtype, dtype, tile, terms, "16", bool(terms), ordered, needs_dq=needs_dq)
 
 
 def sm90_few(operation: str, dtype: str, d: int) -> Variant | None:

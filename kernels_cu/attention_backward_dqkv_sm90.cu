@@ -256,7 +256,7 @@ __device__ __forceinline__ void store_tile(const TensorMap& map, const Tile& til
     tma_store(map, shared_address(&tile) + panel * Tile::kPanelBytes, 64 * panel, row0, at);
 }
 
-// With dq all gradients are.
+// With dq all gradients are asked for.
 __device__ __forceinline__ bool is_needed(const Params& params, Need which) {
   return kNeedsDq || (params.need & which) != 0;
 }
@@ -419,11 +419,7 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
         const float* delta = smem.rows[q.stage].delta;
         if constexpr (kSoftcap) {
           await_dp();
-          if (large) {
-            tanh_to_p_and_ds<true>(s, dp, params, lse, delta, keys, p, ds);
-          } else {
-            tanh_to_p_and_ds<false>(s, dp, params, lse, delta, keys, p, ds);
-          }
+          tanh_to_p_and_ds(s, dp, params, lse, delta, large, keys, p, ds);
         } else {
           if (large) {
             large_scores_to_p(s, params, lse);

@@ -159,10 +159,11 @@ def test_the_tables_stay_small(family: str, target: str) -> None:
     """A first call compiles one of them; somebody who compiles a target ahead of time waits for all.
 
     float32 with its two precisions and float64 have fewer load kinds and head dims than 16 bits have: they may add
-    five sixths to what those come to.
+    five sixths to what those come to. Hopper's forward and backward have each term by itself.
     """
     listed = tiles.variants(target, family)
-    assert 0 < sum(tiles.kind(variant.dtype) == "16 bits" for variant in listed) <= 150
+    most = 175 if family == "sm90" else 150
+    assert 0 < sum(tiles.kind(variant.dtype) == "16 bits" for variant in listed) <= most
     assert len(listed) <= 275
     assert {variant.dtype for variant in listed} == set(tiles.dtypes(target, family))
     names = {variant.name for variant in listed}
@@ -219,6 +220,7 @@ def test_the_source_is_readable_and_complete(tiny_kernels: Path) -> None:
         "inline constexpr bool kPrescaled = true;",
         "inline constexpr bool kDeterministic = false;",
         "inline constexpr bool kTf32 = false;",
+        "inline constexpr bool kNeedsDq = true;",
         "inline constexpr bool kSoftcap = false, kKeyBias = true;",
         "}",
         "#define KERNEL attention_forward_sm80_bfloat16_to_float32_d64_e96_m128_n32_s2_w8_load8_c2_"
@@ -237,7 +239,7 @@ def test_every_field_of_a_variant_shows_in_its_name_or_target() -> None:
     others = {
         "operation": "b", "family": "sm75", "dtype": "bfloat16", "out_dtype": "float32", "scores": ("Softcap",),
         "tile": tiles.Tile(64, 64, 64, 64, 2, 4), "load": "4", "prescaled": True, "deterministic": False,
-        "precision": "tf32",
+        "precision": "tf32", "needs_dq": False,
     }  # fmt: skip
     assert {*others, "target"} == {field.name for field in dataclasses.fields(Variant)}
     names = {dataclasses.replace(variant, **{field: value}).name for field, value in others.items()}

@@ -183,12 +183,25 @@ def test_scratch_of_gradients_holds_row_vectors_sums_and_counters(d: int) -> Non
     described = of_shape(1000, 300, d, np.float16, heads=3)
     taken = hopper.backward(described)
     assert taken is not None and taken.tile is tiles.SM90_BACKWARD[d]
-    assert 0 < tiles.sm90_backward_variant("float16", taken.tile, True).smem_bytes <= tiles.SMEM_LIMIT["90a"]
+    variants = [
+        tiles.sm90_backward_variant("float16", taken.tile, True, terms, needs_dq)
+        for terms in tiles.SM90_TERMS
+        for needs_dq in (True, False)
+    ]
+    assert all(0 < variant.smem_bytes <= tiles.SMEM_LIMIT["90a"] for variant in variants)
     rows, blocks = 3 * memory.padded_rows(1000), -(-1000 // taken.tile.block_m)
     sums = 4 * 3 * blocks * taken.tile.block_m * d
     counts = hopper.CLAIMS_NBYTES + hopper.TURN_NBYTES * 3 * blocks
     end = 8 * rows + sums + counts
-    assert hopper.backward_scratch(described, taken) == (0, 4 * rows, 8 * rows, 8 * rows + sums, end + 16, counts)
+    expected = (0, 4 * rows, 8 * rows, 8 * rows, 8 * rows + sums, end + 16, counts)
+    assert hopper.backward_scratch(described, taken) == expected
+    counts_alone = hopper.CLAIMS_NBYTES
+    end = 8 * rows + counts_alone
+    without_dq = (0, 4 * rows, 8 * rows, 8 * rows, 8 * rows, end + 16, counts_alone)
+    assert hopper.backward_scratch(described, taken, needs_dq=False) == without_dq
+    biased = of_shape(1000, 300, d, np.float16, heads=3, key_bias=np.zeros(300, np.float32))
+    more = 4 * 3 * 300
+    assert hopper.backward_scratch(biased, taken) == (*expected[:3], *(x + more for x in expected[3:6]), counts)
 
 
 def test_gradients_of_other_features_and_dtypes_are_for_other_kernels() -> None:
@@ -202,10 +215,11 @@ def test_gradients_of_other_features_and_dtypes_are_for_other_kernels() -> None:
 
 def test_caps_at_the_ends_of_float32_are_for_other_kernels() -> None:
     for cap, scale in ((30.0, None), (1e-19, 0.0), (1e19, 3e38), (1e-19, -1.0)):
-        assert hopper.forward(of_shape(4096, 4096, 64, np.float16, softcap=cap, scale=scale), SMS, False), (cap, scale)
+        described = of_shape(4096, 4096, 64, np.float16, softcap=cap, scale=scale)
+        assert hopper.forward(described, SMS, False) and hopper.backward(described), (cap, scale)
     for cap, scale in ((1e-21, None), (1e21, None), (1e-19, 30.0), (1e-3, -3e17)):
         described = of_shape(4096, 4096, 64, np.float16, softcap=cap, scale=scale)
-        assert hopper.forward(described, SMS, False) is None, (cap, scale)
+        assert hopper.forward(described, SMS, False) is None and hopper.backward(described) is None, (cap, scale)
 
 
 def test_a_problem_has_the_terms_that_it_asks_for() -> None:

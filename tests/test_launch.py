@@ -532,9 +532,7 @@ def test_gradients_of_16_bits_have_a_kernel_on_hopper(
 @pytest.mark.parametrize(
     ("what", "q", "k", "v", "options"),
     [
-        ("softcap", half(20, 64), half(27, 64), half(27, 64), {"softcap": 3.0}),
-        ("key_bias", half(20, 64), half(27, 64), half(27, 64), {"key_bias": on_gpu(np.zeros(27, np.float32))}),
-        ("scale", half(20, 64), half(27, 64), half(27, 64), {"scale": -1.0}),
+        ("a softcap near the end of float32", half(20, 64), half(27, 64), half(27, 64), {"softcap": 1e21}),
         ("many features", half(20, 136), half(27, 136), half(27, 64), {}),
         ("rows that end within 16 bytes", half(20, 36), half(27, 36), half(27, 64), {}),
         ("broadcast q", half(20, 64), half(3, 27, 64), half(3, 27, 64), {}),
@@ -552,6 +550,7 @@ def test_gradients_of_16_bits_have_a_kernel_on_hopper(
             {"out": (None, None, half(27, 64, layout=Layout(steps=(1, 2))))},
         ),
         ("no dk", half(20, 64), half(27, 64), half(27, 64), {"need": ("q", "v")}),
+        ("dq alone", half(20, 64), half(27, 64), half(27, 64), {"need": ("q",)}),
     ],
 )
 def test_other_gradients_are_the_portable_kernels_on_hopper(
@@ -561,6 +560,50 @@ def test_other_gradients_are_the_portable_kernels_on_hopper(
     device.launched.clear()
     gradients_of(q, k, v, **options)
     assert {variant.family for variant in device.launched} == {"sm80"}
+
+
+def float32(*shape: int) -> fake_gpu.ndarray:
+    return on_gpu(np.zeros(shape, np.float32))
+
+
+@pytest.mark.parametrize("need", [None, ("q", "k", "v")], ids=str)
+@pytest.mark.parametrize(
+    ("options", "terms"),
+    [
+        ({"softcap": 3.0}, ("Softcap",)),
+        ({"scale": -1.0}, ("KeyBias",)),
+        ({"key_bias": float32(3, 27)}, ("KeyBias",)),
+        ({"key_bias": float32(27)}, ("KeyBias",)),
+        ({"key_bias": float32(1, 27), "softcap": 3.0}, ("Softcap", "KeyBias")),
+    ],
+    ids=str,
+)
+def test_score_terms_have_gradients_on_hopper(
+    device: Pretended, options: dict[str, Any], terms: tuple[str, ...], need: Any
+) -> None:
+    device.become("sm90", "90a")
+    device.launched.clear()
+    gradients_of(half(3, 20, 64), half(3, 27, 64), half(3, 27, 64), need=need, **options)
+    _, main, *sums = device.launched
+    assert (main.operation, main.family, main.scores, main.needs_dq) == (tiles.FUSED, "sm90", terms, True)
+    is_summed = need is None and "key_bias" in options and options["key_bias"].shape != (3, 27)
+    assert [variant.operation for variant in sums] == ["attention_dkey_bias"] * is_summed
+    if is_summed:
+        assert device.grids[-1] == 1
+        at = 8 * (len(params.TENSORS) + params.SCRATCH.index("partials"))
+        assert int.from_bytes(device.parameters[at : at + 8], "little") % 16 == 0 != device.parameters[at : at + 8]
+
+
+@pytest.mark.parametrize("need", [("k", "v"), ("k",), ("v",), ("key_bias",), ("v", "key_bias")], ids=str)
+def test_gradients_without_dq_are_a_kernel_of_their_own_on_hopper(device: Pretended, need: tuple[str, ...]) -> None:
+    """k and v may be broadcast otherwise where only one has a gradient."""
+    device.become("sm90", "90a")
+    k = half(4, 27, 64) if {"k", "v"} <= {*need} else half(27, 64)
+    device.launched.clear()
+    gradients_of(half(4, 20, 64), k, half(4, 27, 64), need=need, key_bias=float32(4, 27))
+    delta, main = device.launched
+    assert (delta.operation, delta.family) == ("attention_delta", "sm90")
+    assert (main.operation, main.family, main.deterministic, main.needs_dq) == (tiles.FUSED, "sm90", True, False)
 
 
 @pytest.mark.parametrize("capturing", [True, False])

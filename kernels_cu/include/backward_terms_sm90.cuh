@@ -93,40 +93,47 @@ __device__ __forceinline__ void dp_to_ds(Fragment<1, kCols>& dp, Fragment<1, kCo
   keys.add_gradient(sum);
 }
 
-// From tanh of scores to p and to ds / scale, both as the left operands of products. Of large lse the warp chooses for
-// every eight rows: in one piece the rare code would need more registers than there are.
-template <bool kLarge, int kCols>
+// From tanh of scores to p and to ds / scale, both as the left operands of products. `large`: as of scores.
+template <int kCols>
 __device__ __forceinline__ void tanh_to_p_and_ds(const Fragment<1, kCols>& tanh, const Fragment<1, kCols>& dp,
-                                                 const Params& params, const float* lse, const float* delta,
+                                                 const Params& params, const float* lse, const float* delta, bool large,
                                                  LaneKeys& keys, OperandA<kCols>& p, OperandA<kCols>& ds) {
+  constexpr int kPart = 32;
+  static_assert(kCols % kPart == 0);
   float sum[2] = {};
   const u32 lse_at = shared_address(lse) + 8 * (lane_id() % 4), delta_at = shared_address(delta) + 8 * (lane_id() % 4);
 #pragma unroll
-  for (int n = 0; n < kCols / 8; ++n) {
-    float of_lse[2], of_delta[2];
-    ld_shared(of_lse, lse_at + 32 * n);
-    ld_shared(of_delta, delta_at + 32 * n);
-    const auto form = [&](auto large) {
+  for (int first = 0; first < kCols / 8; first += kPart / 8) {
+    const auto form = [&](auto of_large) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        float p_of[2], ds_of[2];
+      for (int n = first; n < first + kPart / 8; ++n) {
+        float of_lse[2], of_delta[2];
+        ld_shared(of_lse, lse_at + 32 * n);
+        ld_shared(of_delta, delta_at + 32 * n);
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const float t = tanh.x[0][n][2 * r + j];
-          float score = t;
-          // A mask holds whatever the weight is.
-          if constexpr (kKeyBias) score = t == neg_inf() ? t : fmaf(t, params.softcap, keys.bias[r]);
-          p_of[j] = probability<decltype(large)::value>(params, score, of_lse[j]);
-          const float before_cap = p_of[j] * (dp.x[0][n][2 * r + j] - of_delta[j]);
-          if constexpr (kKeyBias) sum[r] += before_cap;
-          ds_of[j] = before_cap * fma_saturated(-t, t, 1.f);  // 0 for a mask
+        for (int r = 0; r < 2; ++r) {
+          float p_of[2], ds_of[2];
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            const float t = tanh.x[0][n][2 * r + j];
+            float score = t;
+            // A mask holds whatever the weight is.
+            if constexpr (kKeyBias) score = t == neg_inf() ? t : fmaf(t, params.softcap, keys.bias[r]);
+            p_of[j] = probability<decltype(of_large)::value>(params, score, of_lse[j]);
+            const float before_cap = p_of[j] * (dp.x[0][n][2 * r + j] - of_delta[j]);
+            if constexpr (kKeyBias) sum[r] += before_cap;
+            ds_of[j] = before_cap * fma_saturated(-t, t, 1.f);  // 0 for a mask
+          }
+          p.set(2 * n + r, p_of[0], p_of[1]);
+          ds.set(2 * n + r, ds_of[0], ds_of[1]);
         }
-        p.set(2 * n + r, p_of[0], p_of[1]);
-        ds.set(2 * n + r, ds_of[0], ds_of[1]);
       }
     };
-    if (kLarge && __any_sync(kFullWarp, is_large(of_lse[0]) || is_large(of_lse[1]))) {
-      form(Flag<kLarge>{});
+    // Asked for each part anew: in one piece of code the compiler would hold too much at once.
+    int chosen = large;
+    asm volatile("" : "+r"(chosen));
+    if (chosen) {
+      form(Flag<true>{});
     } else {
       form(Flag<false>{});
     }
