@@ -120,7 +120,7 @@ def workspace_nbytes(problem: Problem, operation: str) -> int:
     Forward: where the grid splits the keys, what each split leaves of a row, and counts; where float32 is
     multiplied in planes, those; where the copy engine cannot follow arrays, copies of them; where CTAs claim tiles,
     a count. Backward: two numbers a query row, and where one kernel may compute all gradients, a row of sums as
-    wide as its tile and a count for each block of rows.
+    wide as its tile and a count for each block of rows; on Hopper also one a key and batch position for key_bias.
     """
     families = device_families(problem.device)
     if operation != "attention_backward":

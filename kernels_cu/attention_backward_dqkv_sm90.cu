@@ -8,7 +8,7 @@
 // keys after another. A CTA sums dk and dv over the batch axes on which they were broadcast, in a fixed order: no
 // atomics. dkey_bias it sums over query rows alone: key_bias may be broadcast on other axes than k.
 #include "gemm_sm90.cuh"
-#include "backward_terms_sm90.cuh"
+#include "terms_backward_sm90.cuh"
 #include "blocks.cuh"
 #include "dq_turns_sm90.cuh"
 #include "locate.cuh"
