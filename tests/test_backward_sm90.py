@@ -119,7 +119,7 @@ def check_terms(
     need: tuple[str, ...] | None = None,
     wide: float = 1.0,
 ) -> None:
-    """The gradients of a call with score terms, in order and unordered; `key_bias` among the options names `weights`."""
+    """The gradients of a call with score terms, in order and not; `key_bias` among the options names `weights`."""
     rng = np.random.default_rng(21)
     x, y, z, do = (normal(rng, shape, dtype) for shape in (q, k, k, q))
     x = (wide * x.astype(np.float32)).astype(x.dtype)

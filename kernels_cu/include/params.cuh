@@ -34,7 +34,7 @@ struct Params {
   void* q_planes;
   void* k_planes;
   void* v_planes;
-  u32* claims;              // counters, 0 before a launch: how much work has been claimed; null where that is known
+  u32* claims;  // counters, 0 before a launch: how much work has been claimed; null where that is known
   // Workspace of a forward whose keys are split: (batch, seqlen_q, 2 + value_dim, splits); of a backward on sm_90 that
   // sums dkey_bias over batch positions: (batch, seqlen_k).
   Accumulator* partials;
