@@ -69,6 +69,8 @@ class Variant:
         Whether equal inputs give equal bits.
     precision : str, optional
         ``tf32``, or None for the precision of ``dtype``.
+    needs_dq : bool
+        Whether a kernel for all gradients forms that of the queries, too.
     """
 
     operation: str
@@ -82,6 +84,7 @@ class Variant:
     prescaled: bool
     deterministic: bool = True
     precision: str | None = None
+    needs_dq: bool = True
 
     @functools.cached_property
     def name(self) -> str:
@@ -99,6 +102,7 @@ class Variant:
             "prescaled" if self.prescaled else "",
             "" if self.deterministic else "unordered",
             self.precision or "",
+            "" if self.needs_dq else "no_dq",
         ]
         return "_".join(part for part in parts if part)
 
@@ -282,6 +286,7 @@ inline constexpr LoadKind kLoad = LoadKind::{_LOAD_KINDS[variant.load]};
 inline constexpr bool kPrescaled = {_bool(variant.prescaled)};
 inline constexpr bool kDeterministic = {_bool(variant.deterministic)};
 inline constexpr bool kTf32 = {_bool(variant.precision == "tf32")};
+inline constexpr bool kNeedsDq = {_bool(variant.needs_dq)};
 inline constexpr bool {terms};
 }}
 #define KERNEL {variant.name}

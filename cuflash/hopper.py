@@ -98,6 +98,8 @@ class BackwardScratch(NamedTuple):
 
     row_lse: int
     delta: int
+    partials: int
+    """Of dkey_bias, at each batch position."""
     dq_accum: int
     counts: int
     nbytes: int
@@ -122,12 +124,12 @@ NO_MAP = Map(0, 0, None, lambda address: bytes(params.TENSOR_MAP_BYTES))
 @lru_cache(maxsize=4096)
 def forward(problem: Problem, multiprocessors: int, plain: bool) -> Forward | None:
     """None where another kernel serves a problem better. ``plain``: it takes a variant without score terms."""
-    cap = problem.softcap
-    if cap is not None and (not 1 / CAPS < cap < CAPS or abs(problem.scale) >= CAPS * cap):
+    if not _has_usual_cap(problem):
         return None
     scores = _scores(problem)
     features, keys = max(problem.d, problem.e), scores / problem.m
-    tile = tiles.sm90_forward(problem.dtype, problem.precision, features, keys, problem.has_value, cap is not None)
+    capped = problem.softcap is not None
+    tile = tiles.sm90_forward(problem.dtype, problem.precision, features, keys, problem.has_value, capped)
     if tile is None:
         return None
     planes = params.planes(problem.dtype, problem.precision)
@@ -144,6 +146,11 @@ def forward(problem: Problem, multiprocessors: int, plain: bool) -> Forward | No
     nbytes = 2 * planes * problem.n * (problem.d + problem.e)
     sections = max(1, batch // max(1, SECTION_BYTES // nbytes)) if uneven else batch
     return Forward(tile, plain, planes, count, sections, copies, uneven and count > multiprocessors)
+
+
+def _has_usual_cap(problem: Problem) -> bool:
+    cap = problem.softcap
+    return cap is None or (1 / CAPS < cap < CAPS and abs(problem.scale) < CAPS * cap)
 
 
 def operands(problem: Problem) -> str:
@@ -273,9 +280,9 @@ TURN_NBYTES = 8
 
 @lru_cache(maxsize=4096)
 def backward(problem: Problem) -> Backward | None:
-    """None where another kernel serves. The problem has values, and no score terms."""
+    """None where another kernel serves. The problem has values."""
     tile = tiles.sm90_backward(problem.dtype, max(problem.d, problem.e))
-    if tile is None or not all(follows(problem, name) for name in operands(problem)):
+    if tile is None or not _has_usual_cap(problem) or not all(follows(problem, name) for name in operands(problem)):
         return None
     batch, key_blocks = math.prod(problem.inner_batch), -(-problem.n // tile.block_n)
     blocks = -(-problem.m // tile.block_m)
@@ -300,16 +307,20 @@ def split_backward(problem: Problem) -> SplitBackward | None:
 
 @lru_cache(maxsize=4096)
 def backward_scratch(problem: Problem, sums: memory.Sums | None) -> BackwardScratch:
-    """``sums``: of the kernel for all gradients. Counts are there for calls that may overlap others of their stream."""
+    """``sums``: of dq in the kernel for all gradients. Counts are there for calls that may overlap others of their
+    stream."""
     rows, q_batch = memory.row_nbytes(problem), math.prod(problem.q_batch)
+    bias = 4 * math.prod(problem.inner_batch) * problem.n if problem.has_key_bias else 0
     elements, turns = (sums.elements, sums.turns) if sums else (0, 0)
     sums_nbytes, counts = 4 * q_batch * elements, CLAIMS_NBYTES + TURN_NBYTES * q_batch * turns
-    delta, accum, counts_at, end = itertools.accumulate((rows, rows, sums_nbytes, counts))
-    return BackwardScratch(0, delta, accum, counts_at, end + 16, counts)
+    parts = (rows, rows, -(-bias // 16) * 16, sums_nbytes, counts)
+    delta, partials, accum, counts_at, end = itertools.accumulate(parts)
+    return BackwardScratch(0, delta, partials, accum, counts_at, end + 16, counts)
 
 
 def backward_maps(problem: Problem, layout: memory.Layout, taken: Backward) -> tuple[Map, ...] | None:
-    """The maps of q, k, v, do, dk and dv in the kernel's order, None where the copy engine cannot follow an array."""
+    """The maps of q, k, v, do, dk and dv in the kernel's order, of a gradient none where it is not asked for; None
+    where the copy engine cannot follow an array."""
     itemsize = tiles.ITEMSIZE[problem.dtype]
     if problem.d * itemsize % tma.ALIGNMENT or problem.e * itemsize % tma.ALIGNMENT:
         return None  # as in `output_map`
@@ -326,6 +337,9 @@ def split_maps(problem: Problem, layout: memory.Layout, tile: tiles.Tile) -> tup
 def _maps_by_rows(problem: Problem, layout: memory.Layout, rows: Mapping[str, int]) -> tuple[Map, ...] | None:
     found = []
     for name, of_box in rows.items():
+        if name not in layout.strides:
+            found.append(NO_MAP)
+            continue
         box = tma.box(problem.dtype, layout.lengths[name], layout.extents, layout.strides[name], of_box)
         if box is None:
             return None

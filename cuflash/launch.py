@@ -120,7 +120,7 @@ def workspace_nbytes(problem: Problem, operation: str) -> int:
     Forward: where the grid splits the keys, what each split leaves of a row, and counts; where float32 is
     multiplied in planes, those; where the copy engine cannot follow arrays, copies of them; where CTAs claim tiles,
     a count. Backward: two numbers a query row, and where one kernel may compute all gradients, a row of sums as
-    wide as its tile and a count for each block of rows.
+    wide as its tile and a count for each block of rows; on Hopper also one a key and batch position for key_bias.
     """
     families = device_families(problem.device)
     if operation != "attention_backward":
@@ -128,10 +128,10 @@ def workspace_nbytes(problem: Problem, operation: str) -> int:
             return hopper.scratch(problem, sm90).nbytes
         return max((few.scratch(problem, kernel).nbytes for kernel in _few(problem, families)), default=0)
     nbytes = memory.workspace_of(problem, _fused_sums(problem, families.portable)).nbytes
-    if families.hopper and problem.has_value and is_plain(problem):
+    if families.hopper and problem.has_value:
         if whole := hopper.backward(problem):
             nbytes = max(nbytes, hopper.backward_scratch(problem, whole.sums).nbytes)
-        if hopper.split_backward(problem):
+        if is_plain(problem) and hopper.split_backward(problem):
             nbytes = max(nbytes, hopper.backward_scratch(problem, None).nbytes)
     return nbytes
 
@@ -358,7 +358,7 @@ def _plan_few(problem: Problem, family: str, layout: memory.Layout, kernel: few.
     if splits == 1:
         return _Plan((main,))
     begin, nbytes = few.scratch(problem, kernel)
-    parts = ((POINTERS["split_rows"], begin),)
+    parts = ((POINTERS["partials"], begin),)
     if kernel.merges:
         return _Plan((main,), Needs(nbytes, parts, counts=begin))  # which the counts come before
     merge = _row_variant(problem, "attention_merge_splits", family, "strided")
@@ -427,74 +427,112 @@ def _plan_backward_sm90(
     for gradient in gradient_bits:
         Bits(gradient, 0, 0).check(problem.dtype)
     given = dict(zip(_BACKWARD_TENSORS, strides, strict=True))
-    if not problem.has_value or not is_plain(problem) or given["dout"] is None or bits.loads % tma.ALIGNMENT:
+    if not problem.has_value or given["dout"] is None or bits.loads % tma.ALIGNMENT:
         return None
+    kernels = _sm90_backward_kernels(problem, tuple(name for name in _NEED if given[name] is not None))
+    if not kernels:
+        return None
+    own_bits = dict(zip(("dq", "dk", "dv"), gradient_bits, strict=True))
+    sums = next((taken.sums for taken, names in kernels if isinstance(taken, hopper.Backward) and "dq" in names), None)
+    layout = memory.layout_of(problem, given, sums)
+    launches: tuple[Launch, ...] = ()
+    for taken, names in kernels:
+        if isinstance(taken, hopper.Backward):
+            found = _whole_backward_sm90(problem, taken, layout, names, own_bits)
+        else:
+            found = _split_backward_sm90(problem, taken, layout, names, own_bits)
+        if not found:
+            return None
+        launches += found
+    return _Plan((_delta_sm90(problem, layout, bits), *launches), _backward_sm90_needs(problem, layout, sums))
+
+
+def _sm90_backward_kernels(
+    problem: Problem, asked: tuple[str, ...]
+) -> tuple[tuple[hopper.Backward | tiles.Tile, tuple[str, ...]], ...]:
+    """Which kernels of the sm90 family compute which of the gradients that are asked for, none where others do."""
     whole = hopper.backward(problem)
-    plan = whole and _plan_whole_backward_sm90(problem, whole, given, bits, gradient_bits)
-    if plan:
-        return plan
-    split = hopper.split_backward(problem)
-    return split and _plan_split_backward_sm90(problem, split, given, bits, gradient_bits)
+    split = hopper.split_backward(problem) if is_plain(problem) else None
+    of_keys = tuple(name for name in asked if name != "dq")
+    if whole and asked and (asked == of_keys or {"dk", "dv"} <= set(of_keys)):
+        return ((whole, asked),)
+    if split is None:
+        return ()
+    kernels: list[tuple[hopper.Backward | tiles.Tile | None, tuple[str, ...]]] = []
+    if of_keys:  # without dq the kernel for all gradients does what that for dk and dv does above 128 features
+        kernels.append((whole or split.dkv, of_keys))
+    if "dq" in asked:
+        kernels.append((split.dq, ("dq",)))
+    found = tuple((taken, names) for taken, names in kernels if taken)
+    return found if len(found) == len(kernels) else ()
 
 
-def _plan_whole_backward_sm90(
-    problem: Problem,
-    taken: hopper.Backward,
-    given: Mapping[str, memory.Strides | None],
-    bits: Bits,
-    gradient_bits: tuple[int, ...],
-) -> _Plan | None:
-    """One kernel for all gradients. None where the copy engine cannot follow the arrays, or not all of them are asked
-    for, or dk and dv are summed over different axes or dq over any."""
-    dq, dk, dv = gradient_bits
-    layout = memory.layout_of(problem, given, taken.sums)
-    if (dk | dv) % tma.ALIGNMENT or not all(name in layout.strides for name in ("dq", "dk", "dv")):
-        return None
-    summed = memory.summed_axes(layout, "dk")
-    if summed != memory.summed_axes(layout, "dv") or memory.summed_axes(layout, "dq"):
-        return None
+def _whole_backward_sm90(
+    problem: Problem, taken: hopper.Backward, layout: memory.Layout, names: tuple[str, ...], own_bits: Mapping[str, int]
+) -> tuple[Launch, ...]:
+    """The kernel for all gradients, or for some of all but dq, and what sums dkey_bias. None of them where the copy
+    engine cannot follow the arrays, or dk and dv are summed over different axes or dq over any."""
+    if any(own_bits[name] % tma.ALIGNMENT for name in ("dk", "dv")):
+        return ()
+    if "dq" in names and memory.summed_axes(layout, "dq"):
+        return ()
+    loops = {memory.summed_axes(layout, name) for name in names if name in ("dk", "dv")} or {()}
+    if len(loops) > 1:
+        return ()
+    [summed] = loops
     maps = hopper.backward_maps(problem, layout, taken)
     if maps is None:
-        return None
-    vector = memory.load_kind(problem.dtype, layout, ("dq",), dq) == "16"
-    variant = tiles.sm90_backward_variant(problem.dtype, taken.tile, problem.deterministic)
-    main = _over_tiles(problem, variant, layout, summed, 0, vector, lambda _, owned: min(taken.sections, owned), maps)
-    needs = _backward_sm90_needs(problem, taken.sums)
-    return _Plan((_delta_sm90(problem, layout, bits), main), needs)
+        return ()
+    vector = "dq" in names and _is_vector(problem, layout, "dq", own_bits)
+    terms = _sm90_terms(problem, is_plain(problem))
+    variant = tiles.sm90_backward_variant(problem.dtype, taken.tile, problem.deterministic, terms, "dq" in names)
+    main = _over_tiles(
+        problem, variant, layout, summed, names, vector, lambda _, owned: min(taken.sections, owned), maps
+    )
+    bias_axes = _bias_axes(layout)
+    if not bias_axes:
+        return (main,)
+    sums = tiles.row_variant("attention_dkey_bias", problem.dtype, "strided", "90a", "sm90")
+    return main, prepare(problem, sums, layout, -(-problem.n // 32), bias_axes)
 
 
-def _plan_split_backward_sm90(
+def _bias_axes(layout: memory.Layout) -> tuple[int, ...]:
+    """Batch axes over which dkey_bias is summed, where it is asked for."""
+    return memory.summed_axes(layout, "dkey_bias") if "dkey_bias" in layout.strides else ()
+
+
+def _split_backward_sm90(
     problem: Problem,
-    taken: hopper.SplitBackward,
-    given: Mapping[str, memory.Strides | None],
-    bits: Bits,
-    gradient_bits: tuple[int, ...],
-) -> _Plan | None:
-    """A kernel for dk and dv, or one for each where they are summed over different axes, and one for dq. None where the
-    copy engine cannot follow the arrays, or a gradient has no such kernel."""
-    layout = memory.layout_of(problem, given)
-    asked = [pair for pair in zip(("dq", "dk", "dv"), gradient_bits, strict=True) if pair[0] in layout.strides]
-    vector = {name: memory.load_kind(problem.dtype, layout, (name,), own) == "16" for name, own in asked}
-    groups: dict[tuple[str, tuple[int, ...]], list[str]] = {}
-    for name in ("dk", "dv", "dq"):
-        if name in vector:
-            kernel = "dq" if name == "dq" else "dkv"
-            groups.setdefault((kernel, memory.summed_axes(layout, name)), []).append(name)
-    launches = [_delta_sm90(problem, layout, bits)]
-    for (kernel, summed), names in groups.items():
-        tile = taken.dq if kernel == "dq" else taken.dkv
-        if tile is None:
-            return None
-        maps = hopper.split_maps(problem, layout, tile)
-        if maps is None:
-            return None
-        if kernel == "dq":
-            variant, sections = tiles.sm90_backward_dq_variant(problem.dtype, tile), hopper.dq_sections
-        else:
-            variant, sections = tiles.sm90_backward_dkv_variant(problem.dtype, tile), hopper.dkv_sections
-        need, aligned = sum(_NEED[name] for name in names), all(vector[name] for name in names)
-        launches.append(_over_tiles(problem, variant, layout, summed, need, aligned, sections, maps))
-    return _Plan(tuple(launches), _backward_sm90_needs(problem, None))
+    tile: tiles.Tile | None,
+    layout: memory.Layout,
+    names: tuple[str, ...],
+    own_bits: Mapping[str, int],
+) -> tuple[Launch, ...]:
+    """The kernel for dq alone, or that for dk and dv, twice where they are summed over different axes. None of them
+    where there is no such kernel, or the copy engine cannot follow the arrays."""
+    maps = hopper.split_maps(problem, layout, tile) if tile else None
+    if tile is None or maps is None:
+        return ()
+    if names == ("dq",):
+        variant, sections = tiles.sm90_backward_dq_variant(problem.dtype, tile), hopper.dq_sections
+    else:
+        variant, sections = tiles.sm90_backward_dkv_variant(problem.dtype, tile), hopper.dkv_sections
+    groups: dict[tuple[int, ...], tuple[str, ...]] = {}
+    for name in names:
+        summed = memory.summed_axes(layout, name)
+        groups[summed] = (*groups.get(summed, ()), name)
+    return tuple(
+        _over_tiles(
+            problem, variant, layout, summed, group, all(_is_vector(problem, layout, name, own_bits) for name in group),
+            sections, maps,
+        )
+        for summed, group in groups.items()
+    )  # fmt: skip
+
+
+def _is_vector(problem: Problem, layout: memory.Layout, name: str, own_bits: Mapping[str, int]) -> bool:
+    """Whether rows of dq, dk or dv are stored in vectors."""
+    return memory.load_kind(problem.dtype, layout, (name,), own_bits[name]) == "16"
 
 
 def _delta_sm90(problem: Problem, layout: memory.Layout, bits: Bits) -> Launch:
@@ -508,27 +546,27 @@ def _over_tiles(
     variant: compile.Variant,
     layout: memory.Layout,
     summed: tuple[int, ...],
-    need: int,
+    names: tuple[str, ...],
     store_vector: bool,
     sections: Callable[[Problem, int], int],
     maps: tuple[hopper.Map, ...],
 ) -> Launch:
-    """A kernel whose CTAs claim tiles of rows of dq or else of keys, and which waits itself for the one ahead of it.
-    ``sections``: of so many batch positions."""
+    """A kernel for some gradients whose CTAs claim tiles of rows of dq or else of keys, and which waits itself for the
+    one ahead of it. ``sections``: of so many batch positions."""
     tile = variant.tile
     blocks = -(-problem.m // tile.block_m) if variant.operation == tiles.DQ else -(-problem.n // tile.block_n)
     owned = math.prod(layout.extents[i] for i in range(memory.MAX_BATCH_AXES) if i not in summed)
     launch = prepare(
-        problem, variant, layout, loop=summed, need=need, store_vector=store_vector, sections=sections(problem, owned),
-        maps=maps, ctas=min(blocks * owned, multiprocessors(problem.device)),
+        problem, variant, layout, loop=summed, need=sum(_NEED[name] for name in names), store_vector=store_vector,
+        sections=sections(problem, owned), maps=maps, ctas=min(blocks * owned, multiprocessors(problem.device)),
     )  # fmt: skip
     return replace(launch, overlaps=True)
 
 
-def _backward_sm90_needs(problem: Problem, sums: memory.Sums | None) -> Needs:
+def _backward_sm90_needs(problem: Problem, layout: memory.Layout, sums: memory.Sums | None) -> Needs:
     scratch = hopper.backward_scratch(problem, sums)
     begins = scratch._asdict()
-    names = ("row_lse", "delta", "dq_accum") if sums else ("row_lse", "delta")
+    names = ("row_lse", "delta", *(("dq_accum",) if sums else ()), *(("partials",) if _bias_axes(layout) else ()))
     parts = tuple((POINTERS[name], begins[name]) for name in names)
     # Kernels of a call count one after the other.
     counters = ((POINTERS["claims"], 0), *(((POINTERS["dq_turn"], hopper.CLAIMS_NBYTES),) if sums else ()))

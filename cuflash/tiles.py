@@ -177,8 +177,9 @@ class Tile:
             ds, dq = panels(self.block_n, self.block_m), 4 * self.block_m * self.head_dim
             sent = max(dq, panels(self.block_n, self.head_dim), panels(self.block_n, self.value_dim))
             # of ds and of what is sent two each; barriers of K, V and what is sent, what that is, and the work that is
-            # shared out
+            # shared out; dkey_bias
             nbytes = keys + self.stages * queries + 2 * (ds + sent) + 2 * 16 + 2 * 3 * 8 + 2 * 24 + 3 * 32
+            nbytes += 4 * self.block_n
             return -(-nbytes // 1024) * 1024
         if operation == DQ:
             queries = panels(self.block_m, self.head_dim) + panels(self.block_m, self.value_dim) + 2 * 4 * self.block_m
@@ -790,8 +791,8 @@ def row_variant(
 
 
 SM90_TERMS: tuple[tuple[str, ...], ...] = ((), ("KeyBias",), ("Softcap",), ("Softcap", "KeyBias"))
-"""Score terms that the forward of the sm90 family is compiled with. Where a scale alone keeps a call from being plain,
-it takes key_bias, of zeros."""
+"""Score terms that forward and backward of the sm90 family are compiled with. Where a scale alone keeps a call from
+being plain, it takes key_bias, of zeros."""
 
 
 def sm90_variant(dtype: str, tile: Tile, precision: str | None, terms: tuple[str, ...]) -> Variant:
@@ -810,11 +811,20 @@ def sm90_backward(dtype: str, features: int) -> Tile | None:
     return next((SM90_BACKWARD[d] for d in sorted(SM90_BACKWARD) if d >= features), None)
 
 
-def sm90_backward_variant(dtype: str, tile: Tile, ordered: bool) -> Variant:
-    """The kernel of what `sm90_backward` gives."""
+def sm90_backward_variant(
+    dtype: str, tile: Tile, ordered: bool, terms: tuple[str, ...] = (), needs_dq: bool = True
+) -> Variant:
+    """The kernel of what `sm90_backward` gives that serves terms of `SM90_TERMS`.
+
+    An order costs too little for kernels without one where there are terms. Without dq, which is rarely asked for,
+    nothing has an order, and a kernel for key_bias serves calls that have none, with weights of 0.
+    """
     from cuflash.compile import Variant
 
-    return Variant(FUSED, "sm90", "90a", dtype, dtype, tile, (), "16", False, ordered)
+    ordered = ordered or bool(terms) or not needs_dq
+    if not needs_dq and "KeyBias" not in terms:
+        terms += ("KeyBias",)
+    return Variant(FUSED, "sm90", "90a", dtype, dtype, tile, terms, "16", bool(terms), ordered, needs_dq=needs_dq)
 
 
 def sm90_backward_dq(dtype: str, d: int, e: int) -> Tile | None:
@@ -866,10 +876,11 @@ def _sm90_variants() -> list[Variant]:
             if params.planes(dtype, precision) > 1:
                 found.append(row_variant("attention_planes", dtype, "strided", "90a", "sm90", precision))
     for dtype in (dtype for dtype in ITEMSIZE if kind(dtype) == "16 bits"):
-        for tile, ordered in itertools.product(SM90_BACKWARD.values(), (True, False)):
-            found.append(sm90_backward_variant(dtype, tile, ordered))
+        calls = itertools.product(SM90_BACKWARD.values(), (True, False), SM90_TERMS, (True, False))
+        found += dict.fromkeys(sm90_backward_variant(dtype, *call) for call in calls)  # one may serve several
         found += [sm90_backward_dq_variant(dtype, tile) for tile in SM90_BACKWARD_DQ]
         found += [sm90_backward_dkv_variant(dtype, tile) for tile in SM90_BACKWARD_DKV]
+        found.append(row_variant("attention_dkey_bias", dtype, "strided", "90a", "sm90"))
         found += [row_variant("attention_delta", dtype, load, "90a", "sm90") for load in ("16", "strided")]
     return found
 

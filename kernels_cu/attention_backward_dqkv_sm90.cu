@@ -1,12 +1,14 @@
-// Backward of queries, keys and values at once for sm_90a: a CTA owns a block of keys and its values, and query blocks
-// stream by, brought by the copy engine. Two warpgroups multiply by wgmma, each of them on 64 keys and transposed
-// scores, so that p^T and ds^T go from accumulators to A operands without leaving registers:
+// Backward of queries, keys and values at once for sm_90a, or of keys and values alone (kNeedsDq): a CTA owns a block
+// of keys and its values, and query blocks stream by, brought by the copy engine. Two warpgroups multiply by wgmma,
+// each of them on 64 keys and transposed scores, so that p^T and ds^T go from accumulators to A operands without
+// leaving registers:
 //   s^T = K Q^T,  dp^T = V dO^T,  p = exp(s - lse),  ds = p (dp - delta),  dV += p^T dO,  dK += ds^T Q.
 // They share ds for dQ = ds K, of which each forms one half. Threads of the producer's warpgroup pass that on
 // (dq_turns_sm90.cuh), and dk and dv after the last step, by way of the same buffers. CTAs stay and claim one block of
 // keys after another. A CTA sums dk and dv over the batch axes on which they were broadcast, in a fixed order: no
-// atomics.
+// atomics. dkey_bias it sums over query rows alone: key_bias may be broadcast on other axes than k.
 #include "gemm_sm90.cuh"
+#include "terms_backward_sm90.cuh"
 #include "dq_clear_sm90.cuh"
 #include "dq_turns_sm90.cuh"
 #include "key_work_sm90.cuh"
@@ -26,8 +28,8 @@ constexpr int kConsumers = 2, kStages = kTile.stages;
 constexpr bool kSplitRows = kTile.block_m == 128;
 // Of each thread: all of 504.
 constexpr int kProducerRegisters = 24, kConsumerRegisters = (504 - kProducerRegisters) / 2;
-// Where registers are left for p beside ds, the products of dv run under ds.
-constexpr bool kEarlyP = !kSplitRows;
+// Where registers are left for p beside ds, the products of dv run under ds. With a softcap p and ds come together.
+constexpr bool kEarlyP = !kSplitRows && !kSoftcap;
 constexpr int kDsBuffers = 2, kSendBuffers = 2;
 constexpr int kConsumerWarps = 4 * kConsumers;  // warps that fill a buffer of results
 static_assert(kTile.block_n == 64 * kConsumers, "each consumer warpgroup has 64 keys");
@@ -78,6 +80,7 @@ struct SharedStorage {
   u64 send_ready[kSendBuffers], send_filled[kSendBuffers], send_free[kSendBuffers];
   Sending sending[kSendBuffers];  // there from when the buffer is ready until it is free
   KeyWork work[kWorks];           // there when K is
+  KeySums dkey_bias;
 };
 static_assert(sizeof(SharedStorage) == kSmemBytes, "the tile table counts the same bytes");
 
@@ -101,9 +104,9 @@ __device__ __forceinline__ void produce(const TmaParams& tma, SharedStorage& sme
       return;
     }
     const int n_blocks = ceil_div(params.seqlen_k, kTile.block_n);
-    work.locate(params, kDeterministic ? locate_section_rows(params, n_blocks, tile)
-                                       : locate_in_section(params, n_blocks, tile));
-    work.first = first_row_block(params, work.rows, work.block, n_blocks);
+    work.locate(params, kNeedsDq && kDeterministic ? locate_section_rows(params, n_blocks, tile)
+                                                   : locate_in_section(params, n_blocks, tile));
+    if constexpr (kNeedsDq) work.first = first_row_block(params, work.rows, work.block, n_blocks);
     Step step(work);
     BatchIndex batch;
     i64 batch_at;  // of lse and delta
@@ -164,7 +167,7 @@ __device__ __forceinline__ void prepare_buffers(const Params& params, SharedStor
       batch_number = int(offset(params.dq_turn_stride, batch_index(params, work.owned, step.summed)));
     };
     begin_batch();
-    for (int left = work.steps; left > 0; --left) {
+    for (int left = kNeedsDq ? work.steps : 0; left > 0; --left) {
       DqPart part{ordered_role(params, work.block, step.block * kTile.block_m), batch_number + step.block};
       if (!kDeterministic && part.role.count > 1) part.role.rank = atomicAdd(&turns[part.number].drawn, 1);
       if (step.next(work)) begin_batch();
@@ -206,6 +209,11 @@ __device__ __forceinline__ void store_tile(const TensorMap& map, const Tile& til
     tma_store(map, shared_address(&tile) + panel * Tile::kPanelBytes, 64 * panel, row0, at);
 }
 
+// With dq all gradients are asked for.
+__device__ __forceinline__ bool is_needed(const Params& params, Need which) {
+  return kNeedsDq || (params.need & which) != 0;
+}
+
 // One thread for each buffer, as a part of dq takes about as long as two steps until all see it: passes on what the
 // consumers put there.
 __device__ __forceinline__ void send_buffer(const TmaParams& tma, SharedStorage& smem, int number) {
@@ -219,13 +227,13 @@ __device__ __forceinline__ void send_buffer(const TmaParams& tma, SharedStorage&
     fence_async_proxy();
     const Sending sending = smem.sending[number];
     if (sending.what == Sending::kNothing) return;
-    if (sending.what != Sending::kDq) {
+    if (!kNeedsDq || sending.what != Sending::kDq) {
       const int row0 = sending.block * kTile.block_n;
       const BatchIndex batch = batch_index(params, sending.owned, 0);
       if (sending.what == Sending::kDk) {
-        store_tile(tma.dk, buffer.dk, row0, batch, params.dk_stride);
+        if (is_needed(params, kNeedK)) store_tile(tma.dk, buffer.dk, row0, batch, params.dk_stride);
       } else {
-        store_tile(tma.dv, buffer.dv, row0, batch, params.dv_stride);
+        if (is_needed(params, kNeedV)) store_tile(tma.dv, buffer.dv, row0, batch, params.dv_stride);
       }
       bulk_commit();
       bulk_wait_read<0>();
@@ -282,23 +290,36 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
     buffer.next();
   };
   Scores s;
+  Tangent tangent(params);
+  LaneKeys keys(smem.dkey_bias);
 
   for (TileState tile;; tile.next()) {
     const u32 parity = tile.parity;
     mbarrier_wait(smem.k_barriers.full, parity);
     const KeyWork& work = smem.work[tile.slot];
     if (work.block < 0) return;
+    const auto begin_keys = [&](int summed) {
+      keys.begin(params, batch_index(params, work.owned, summed), work.block * kTile.block_n + warp_key0);
+    };
+    const auto finish_keys = [&](int summed) {
+      keys.store_gradient(params, batch_index(params, work.owned, summed), work.block * kTile.block_n + warp_key0);
+    };
     Fragment<1, kTile.head_dim> dk;
     Fragment<1, kTile.value_dim> dv;
     dk.clear(), dv.clear();
     if (work.steps == 0) {
       mbarrier_wait(smem.v_barriers.full, parity);
+      if constexpr (kKeyBias) {
+#pragma unroll 1
+        for (int summed = 0; summed < loop_count(params); ++summed) begin_keys(summed), finish_keys(summed);
+      }
       release(smem.v_barriers.empty);
       release(smem.k_barriers.empty);
     } else {
       const int key0 = work.block * kTile.block_n;
       Step step(work);
       int left = work.steps;
+      if constexpr (kKeyBias) begin_keys(0);
       mbarrier_wait(smem.v_barriers.full, parity);
       do {
         const int row0 = step.block * kTile.block_m;
@@ -312,73 +333,100 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
         mbarrier_wait(smem.dout_barriers[q.stage].full, q.parity);
         issue_nt<kTile.value_dim>(dp, smem.v, group_key0, smem.dout[q.stage]);
         wgmma_wait<1>(s);
-        const bool masked = !work.rows.is_full(step.block) || key0 + kTile.block_n > params.seqlen_k;
+        if constexpr (kSoftcap) {
+          tangent.apply<false, 32>(s, large);
+        } else if constexpr (kKeyBias) {
+          keys.add(s, params.scale);
+        }
+        const bool absent = kKeyBias && keys.any_is_absent();
+        const bool masked = absent || !work.rows.is_full(step.block) || key0 + kTile.block_n > params.seqlen_k;
         if (masked) {
-          mask_by_row_limits(s, params, key0 + warp_key0, row0);
+          mask_by_row_limits(s, params, key0 + warp_key0, row0, [&](int r) { return kKeyBias && keys.is_absent(r); });
           mask_beyond_length(s, params, row0);
         }
-        if (large) {
-          large_scores_to_p(s, params, lse);
-        } else {
-          scores_to_p(s, params, lse);
-        }
         OperandA<kTile.block_m> p, ds;
-        if constexpr (kEarlyP) p.from(s);
-        wgmma_wait<0>(dp);
-        if (left == 1) release(smem.v_barriers.empty);
-        if constexpr (kEarlyP) issue_nn(dv, p, smem.dout[q.stage]);
-        dp_to_ds(dp, s, smem.rows[q.stage].delta);
-        ds.from(dp);
-        if constexpr (!kEarlyP) {
-          p.from(s);
-          issue_nn(dv, p, smem.dout[q.stage]);
+        const auto await_dp = [&] {
+          wgmma_wait<0>(dp);
+          if (left == 1) release(smem.v_barriers.empty);
+        };
+        const float* delta = smem.rows[q.stage].delta;
+        if constexpr (kSoftcap) {
+          await_dp();
+          tanh_to_p_and_ds(s, dp, params, lse, delta, large, keys, p, ds);
+        } else {
+          if (large) {
+            large_scores_to_p(s, params, lse);
+          } else {
+            scores_to_p(s, params, lse);
+          }
+          if constexpr (kEarlyP) p.from(s);
+          await_dp();
+          if constexpr (kEarlyP) issue_nn(dv, p, smem.dout[q.stage]);
+          if constexpr (kKeyBias) {
+            dp_to_ds(dp, s, delta, keys);
+          } else {
+            dp_to_ds(dp, s, delta);
+          }
+          ds.from(dp);
+          if constexpr (!kEarlyP) p.from(s);
         }
-        store_operand(ds_at + ds_buffer * sizeof(DsTile), ds);
-        fence_async_proxy();   // wgmma is to see it
-        barrier_sync<256>(1);  // ds of all keys is complete; nobody reads the other buffer any more
-        DqHalf dq;
-        issue_tn<kTile.block_n>(dq, smem.ds[ds_buffer], kSplitRows ? group : 0, smem.k[0], kSplitRows ? 0 : group);
-        ds_buffer ^= 1;
-        issue_nn(dk, ds, smem.q[q.stage]);
-        await_buffer();
-        const DqRole role = smem.sending[buffer.stage].part.role;
-        wgmma_wait<1>(dq);
-        release(smem.dout_barriers[q.stage].empty);
-        if (left == 1) release(smem.k_barriers.empty);
-        u32 thread = threadIdx.x % 128;
-        asm volatile("" : "+r"(thread));  // worked out each time, not kept
-        const u32 at = shared_address(&smem.send[buffer.stage]) + group * (64 * 64 * 4) + 16 * thread;
-        const int columns = kSplitRows ? 64 : min_of(64, kTile.head_dim - 64 * group);
-        if (role.is_last()) {
-          if (!role.is_first()) {
+        if constexpr (!kEarlyP) issue_nn(dv, p, smem.dout[q.stage]);
+        if constexpr (kNeedsDq) {
+          store_operand(ds_at + ds_buffer * sizeof(DsTile), ds);
+          fence_async_proxy();   // wgmma is to see it
+          barrier_sync<256>(1);  // ds of all keys is complete; nobody reads the other buffer any more
+          DqHalf dq;
+          issue_tn<kTile.block_n>(dq, smem.ds[ds_buffer], kSplitRows ? group : 0, smem.k[0], kSplitRows ? 0 : group);
+          ds_buffer ^= 1;
+          issue_nn(dk, ds, smem.q[q.stage]);
+          await_buffer();
+          const DqRole role = smem.sending[buffer.stage].part.role;
+          wgmma_wait<1>(dq);
+          release(smem.dout_barriers[q.stage].empty);
+          if (left == 1) release(smem.k_barriers.empty);
+          u32 thread = threadIdx.x % 128;
+          asm volatile("" : "+r"(thread));  // worked out each time, not kept
+          const u32 at = shared_address(&smem.send[buffer.stage]) + group * (64 * 64 * 4) + 16 * thread;
+          const int columns = kSplitRows ? 64 : min_of(64, kTile.head_dim - 64 * group);
+          if (role.is_last()) {
+            if (!role.is_first()) {
+#pragma unroll
+              for (int n = 0; n < 8; ++n) {
+                if (8 * n >= columns) break;
+                float others[4];
+                ld_shared(others, at + 2048 * n);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) dq.x[0][n][i] += others[i];
+              }
+            }
+            const BatchIndex batch = batch_index(params, work.owned, step.summed);
+            dq.for_each([&](float& x, int, int, int) { x *= params.scale; });
+            const int col0 = kSplitRows ? 0 : 64 * group;
+            store_rows_direct(dq, base<Output>(params.dq, params.dq_stride, batch) + col0 * params.dq_stride.col,
+                              params.dq_stride, row0 + (kSplitRows ? group_key0 : 0) + warp_id() % 4 * 16,
+                              params.seqlen_q, params.head_dim - col0, params.store_vector != 0);
+          } else {
 #pragma unroll
             for (int n = 0; n < 8; ++n) {
               if (8 * n >= columns) break;
-              float others[4];
-              ld_shared(others, at + 2048 * n);
-#pragma unroll
-              for (int i = 0; i < 4; ++i) dq.x[0][n][i] += others[i];
+              st_shared(at + 2048 * n, dq.x[0][n]);
             }
           }
-          const BatchIndex batch = batch_index(params, work.owned, step.summed);
-          dq.for_each([&](float& x, int, int, int) { x *= params.scale; });
-          const int col0 = kSplitRows ? 0 : 64 * group;
-          store_rows_direct(dq, base<Output>(params.dq, params.dq_stride, batch) + col0 * params.dq_stride.col,
-                            params.dq_stride, row0 + (kSplitRows ? group_key0 : 0) + warp_id() % 4 * 16,
-                            params.seqlen_q, params.head_dim - col0, params.store_vector != 0);
+          pass_buffer();
         } else {
-#pragma unroll
-          for (int n = 0; n < 8; ++n) {
-            if (8 * n >= columns) break;
-            st_shared(at + 2048 * n, dq.x[0][n]);
-          }
+          issue_nn(dk, ds, smem.q[q.stage]);
+          wgmma_wait<1>(dv);
+          release(smem.dout_barriers[q.stage].empty);
+          if (left == 1) release(smem.k_barriers.empty);
         }
-        pass_buffer();
         wgmma_wait<0>(dk);
         wgmma_wait<0>(dv);
         release(smem.q_barriers[q.stage].empty);
         q.next();
-        step.next(work);
+        if (step.next(work) && kKeyBias) {
+          finish_keys(step.summed - 1);
+          if (left > 1) begin_keys(step.summed);
+        }
       } while (--left > 0);
     }
     const auto send = [&]<int kCols>(const Fragment<1, kCols>& gradient) {
@@ -413,7 +461,7 @@ __device__ __forceinline__ void attention_backward(const TmaParams& tma, SharedS
     if (threadIdx.x == 32) prepare_buffers(tma.params, smem);
     static_assert(kSendBuffers == 2, "a warp for each");
     if (threadIdx.x == 64 || threadIdx.x == 96) send_buffer(tma, smem, threadIdx.x / 32 - 2);
-    if (warp_id() == 2) clear_dq(tma.params);
+    if (kNeedsDq && warp_id() == 2) clear_dq(tma.params);
   } else {
     warpgroup_reg_alloc<kConsumerRegisters>();
     consume(tma, smem);

@@ -89,6 +89,9 @@ PROBLEMS = (
     Problem(300, 400, 64, 64, heads=4, options={"grouped_heads": True}),
     Problem(200, 300, 128, 128, dtype="bfloat16", options={"causal": True, "align": "bottom-right"}),
     Problem(300, 200, 96, 72, options={"window": (40, 8), "align": -90}),
+    Problem(300, 400, 64, 64, options={"softcap": 5.0}),
+    Problem(200, 300, 128, 128, heads=4, key_bias=True, options={"grouped_heads": True}),
+    Problem(200, 300, 96, 96, key_bias=True, options={"softcap": 5.0, "causal": True, "align": "bottom-right"}),
 )
 FAMILIES = ("sm90", "sm80", "sm75")
 TOLERANCE = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 1e-4, "tf32": 1e-2, "float64": 1e-11}
@@ -138,6 +141,10 @@ def calls(
     for deterministic in (True, False):
         more = {"dlse": dlse, "deterministic": deterministic, "out": out, **options}
         yield gradients, cuflash.attention_backward(do, q, k, v, o, lse, **more)
+    without_dq = cuflash.attention_backward(
+        do, q, k, v, o, lse, dlse=dlse, need=[x[1:] for x in gradients[1:]], **options
+    )
+    yield gradients[1:], without_dq[1:]
     lse, vjp = cuflash.attention_lse_vjp(q, k, **options)
     yield ("lse", *(name for name in gradients if name != "dv")), (lse, *vjp(dlse))
     yield ("o", "lse"), cuflash.attention_merge((o, o), (lse, lse))

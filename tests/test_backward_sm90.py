@@ -23,6 +23,7 @@ from gpu_cases import Case, cases
 from hypothesis import event, given
 from hypothesis import strategies as st
 from test_gpu import examples, hopper_kernels, plain
+from test_gpu import needs as gradients_needed
 
 import cuflash
 from cuflash import needs, tiles
@@ -46,6 +47,12 @@ def takes(launched: list[str]) -> bool:
     return any(name.startswith(OWN) for name in launched)
 
 
+def aligned(case: Case) -> Case:
+    """The case with rows of whole vectors, whatever its score terms."""
+    d, e = (-(-length // 8) * 8 for length in (case.q[-1], case.v[-1] or 8))
+    return replace(case, q=(*case.q[:-1], d), k=(*case.k[:-1], d), v=(*case.v[:-1], e))
+
+
 def in_16_bits(case: Case) -> Case:
     """The case in a dtype and with features that it takes."""
     dtype = case.dtype if case.dtype == "bfloat16" else "float16"
@@ -65,6 +72,174 @@ def test_drawn_calls(case: Case, has_dlse: bool, deterministic: bool) -> None:
     with hopper_kernels("name") as launched:
         check_backward(BACKEND, case, "sm90", None, True, has_dlse, deterministic=deterministic)
     event(f"taken: {takes(launched)}")
+
+
+@examples(500)
+@given(
+    case=cases("sm80", with_layouts=False).map(aligned).map(in_16_bits),
+    has_dlse=st.booleans(),
+    need=gradients_needed,
+    deterministic=st.booleans(),
+)
+def test_drawn_calls_with_score_terms(
+    case: Case, has_dlse: bool, need: tuple[str, ...] | None, deterministic: bool
+) -> None:
+    with hopper_kernels("name") as launched:
+        check_backward(BACKEND, case, "sm90", need, True, has_dlse, deterministic=deterministic)
+    event(f"taken: {takes(launched)}")
+
+
+SCORE_TERMS: tuple[dict[str, Any], ...] = (
+    {"softcap": 0.5},
+    {"softcap": 30.0},
+    {"scale": -0.1},
+    {"scale": 0.0},
+    {"key_bias": "weights"},
+    {"key_bias": "some absent"},
+    {"softcap": 2.0, "key_bias": "some absent"},
+)
+"""Each series of tanh, a scale alone, weights with and without absent keys, both terms."""
+
+
+def weights(rng: np.random.Generator, shape: tuple[int, ...], what: str) -> np.ndarray:
+    """A key_bias."""
+    values = rng.standard_normal(shape).astype(np.float32)
+    if what == "some absent":
+        values[..., ::7] = -np.inf
+        values[..., : shape[-1] // 3] = -np.inf  # whole warps' keys, too
+    return values
+
+
+def check_terms(
+    dtype: str,
+    q: tuple[int, ...],
+    k: tuple[int, ...],
+    bias: tuple[int, ...],
+    options: dict[str, Any],
+    need: tuple[str, ...] | None = None,
+    wide: float = 1.0,
+) -> None:
+    """The gradients of a call with score terms, in order and not; `key_bias` among the options names `weights`."""
+    rng = np.random.default_rng(21)
+    x, y, z, do = (normal(rng, shape, dtype) for shape in (q, k, k, q))
+    x = (wide * x.astype(np.float32)).astype(x.dtype)
+    dlse = rng.standard_normal(q[:-1]).astype(np.float32)
+    options = dict(options)
+    if "key_bias" in options:
+        options["key_bias"] = weights(rng, (*bias, k[-2]), options["key_bias"])
+    wanted = expect(x, y, z, do, dlse, family="sm90", **options)
+    names = ("q", "k", "v") + (("key_bias",) if "key_bias" in options else ())
+    options |= {"key_bias": put(BACKEND, options["key_bias"])} if "key_bias" in options else {}
+    x, y, z, do, dlse = (put(BACKEND, array) for array in (x, y, z, do, dlse))
+    for deterministic in (True, False):
+        with hopper_kernels("name") as launched:
+            o, lse = cuflash.attention(x, y, z, return_lse=True, **options)
+            more = {"dlse": dlse, "need": need, "deterministic": deterministic, **options}
+            got = cuflash.attention_backward(do, x, y, z, o, lse, **more)
+        assert takes(launched), launched
+        for name, gradient in zip(names, got, strict=True):
+            assert (gradient is None) == (need is not None and name not in need)
+            if gradient is not None:
+                wanted[f"d{name}"].check(BACKEND.get(gradient))
+
+
+@both_dtypes
+@pytest.mark.parametrize("d", [64, 96, 128])
+@pytest.mark.parametrize("terms", SCORE_TERMS, ids=str)
+def test_score_terms(dtype: str, terms: dict[str, Any], d: int) -> None:
+    """Lengths that no block divides, a block of keys and several, scores beyond each series' limit."""
+    for band in BANDS:
+        for heads, m, n, wide in ((2, 200, 300, 1.0), (2, 70, 90, 4.0), (1, 1, 300, 1.0)):
+            check_terms(dtype, (heads, m, d), (heads, n, d), (heads,), terms | band, wide=wide)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("options", BANDS, ids=str)
+@pytest.mark.parametrize(
+    ("q", "k", "bias", "grouped"),
+    [
+        ((3, 4), (3, 4), (), False),
+        ((3, 4), (3, 4), (3, 1), False),
+        ((3, 4), (3, 4), (4,), False),
+        ((5, 3), (), (3,), False),
+        ((5, 3), (), (5, 1), False),
+        ((2, 6), (2, 2), (2, 6), True),
+        ((2, 6), (2, 2), (1,), True),
+        ((2, 6), (2, 2), (6,), True),
+        ((2, 3, 2), (2, 1, 2), (3, 1), False),
+    ],
+    ids=str,
+)
+def test_dkey_bias_is_summed_over_the_axes_that_key_bias_lacks(
+    q: tuple[int, ...], k: tuple[int, ...], bias: tuple[int, ...], grouped: bool, options: dict[str, Any], d: int
+) -> None:
+    """Whichever dk and dv are summed over, with a softcap and without."""
+    options = options | {"key_bias": "some absent"} | ({"grouped_heads": True} if grouped else {})
+    for more in ({}, {"softcap": 3.0}):
+        check_terms("bfloat16", (*q, 100, d), (*k, 150, d), bias, options | more)
+
+
+@both_modes
+@pytest.mark.parametrize("d", [64, 128])
+def test_without_keys_that_have_a_weight(d: int, deterministic: bool) -> None:
+    """Gradients are 0, and none is NaN: heads without any such key, and keys that no row sees."""
+    rng = np.random.default_rng(22)
+    q, k, v, do = (normal(rng, (3, 200, d), "float16") for _ in range(4))
+    key_bias = rng.standard_normal((3, 200)).astype(np.float32)
+    key_bias[1] = -np.inf
+    for options in ({}, {"softcap": 5.0}, {"window": (0, 0), "align": 150}):
+        arrays = [put(BACKEND, x) for x in (q, k, v)]
+        more = {"key_bias": put(BACKEND, key_bias), **options}
+        with hopper_kernels("name") as launched:
+            o, lse = cuflash.attention(*arrays, return_lse=True, **more)
+            got = cuflash.attention_backward(put(BACKEND, do), *arrays, o, lse, deterministic=deterministic, **more)
+        assert takes(launched)
+        wanted = expect(q, k, v, do, family="sm90", key_bias=key_bias, **options)
+        for name, gradient in zip(("dq", "dk", "dv", "dkey_bias"), map(BACKEND.get, got), strict=True):
+            wanted[name].check(gradient)
+            assert not gradient[1].any(), name
+
+
+@pytest.mark.parametrize("d", [64, 96, 128])
+@pytest.mark.parametrize(
+    "need", [("k", "v"), ("k",), ("v",), ("key_bias",), ("k", "key_bias"), ("q", "k", "v")], ids=str
+)
+@pytest.mark.parametrize("terms", [{}, *SCORE_TERMS[4:], {"softcap": 2.0}], ids=str)
+def test_some_of_the_gradients(terms: dict[str, Any], need: tuple[str, ...], d: int) -> None:
+    """What is not asked for is not there; dq not even computed."""
+    need = tuple(name for name in need if name != "key_bias" or "key_bias" in terms)
+    if not need:
+        pytest.skip("there is no key_bias")
+    for q, k, grouped in (((3,), (3,), False), ((6,), (2,), True)):
+        options = terms | BANDS[1] | ({"grouped_heads": True} if grouped else {})
+        check_terms("float16", (*q, 140, d), (*k, 200, d), (), options, need)
+
+
+@pytest.mark.parametrize("d", [64, 96, 128])
+@pytest.mark.parametrize("need", [None, ("k", "v", "key_bias")], ids=str)
+@pytest.mark.parametrize(
+    "terms", [{"softcap": 20.0}, {"key_bias": "some absent"}, {"softcap": 20.0, "key_bias": "weights"}], ids=str
+)
+def test_the_same_bits_every_time_with_score_terms(terms: dict[str, Any], need: Any, d: int) -> None:
+    """With sums of dkey_bias over heads, too."""
+    rng = np.random.default_rng(23)
+    q, k, v, do = (put(BACKEND, normal(rng, (40, 900, d), "bfloat16")) for _ in range(4))
+    options: dict[str, Any] = {"causal": True, **terms}
+    if "key_bias" in terms:
+        options["key_bias"] = put(BACKEND, weights(rng, (900,), terms["key_bias"]))
+    elif need:
+        need = need[:2]
+    with hopper_kernels("name") as launched:
+        o, lse = cuflash.attention(q, k, v, return_lse=True, **options)
+
+        def bits() -> list[Any]:
+            found = cuflash.attention_backward(do, q, k, v, o, lse, need=need, **options)
+            return [x.view(bits_dtype(x.dtype)) for x in found if x is not None]
+
+        first = bits()
+        for _ in range(50):
+            assert all(bool((x == y).all()) for x, y in zip(first, bits(), strict=True))
+    assert takes(launched)
 
 
 @both_dtypes
@@ -237,9 +412,6 @@ def test_replays_of_a_graph(own_workspace: bool, deterministic: bool) -> None:
 @pytest.mark.parametrize(
     ("what", "changes"),
     [
-        ("softcap", {"options": {"softcap": 3.0}}),
-        ("key_bias", {"key_bias": (270,)}),
-        ("a negative scale", {"options": {"scale": -0.1}}),
         ("float32", {"dtype": "float32"}),
         ("features that are no whole 16 bytes", {"q": (3, 200, 36), "k": (3, 270, 36)}),
         ("queries that are broadcast", {"q": (200, 64)}),
@@ -257,22 +429,39 @@ def test_others_go_to_the_portable_kernels(what: str, changes: dict[str, Any]) -
     assert not takes(launched), what
 
 
-def test_dk_and_dv_alone_are_the_portable_kernels() -> None:
-    case = Case("float16", (3, 200, 64), (3, 270, 64), (3, 270, 64), None, {}, {}, "normal", 15)
-    with hopper_kernels() as launched:
-        check_backward(BACKEND, case, "sm80", ("k", "v"), True, False)
-    assert set(launched) == {"sm90", "sm80"}, "the forward is of the family"
+@pytest.mark.parametrize("d", [64, 96, 128])
+@pytest.mark.parametrize("need", [("q", "k"), ("q", "v")], ids=str)
+def test_dq_beside_one_other_gradient_takes_a_kernel_of_its_own(need: tuple[str, ...], d: int) -> None:
+    for options in BANDS:
+        case = Case("float16", (3, 333, d), (3, 517, d), (3, 517, d), None, options, {}, "normal", 15)
+        with hopper_kernels("name") as launched:
+            check_backward(BACKEND, case, "sm90", need, True, True)
+        assert takes(launched) and any(name.startswith(f"{tiles.DQ}_sm90") for name in launched)
+
+
+def test_dq_without_dk_or_dv_is_the_portable_kernels_with_score_terms() -> None:
+    case = Case("float16", (3, 200, 64), (3, 270, 64), (3, 270, 64), None, {"softcap": 3.0}, {}, "normal", 15)
+    for need in (("q",), ("q", "k"), ("q", "v")):
+        with hopper_kernels("name") as launched:
+            check_backward(BACKEND, case, "sm80", need, True, False)
+        assert not takes(launched)
 
 
 @both_modes
 @pytest.mark.parametrize("d", [64, 96, 128])
-def test_scores_beyond_the_fraction_of_a_float(d: int, deterministic: bool) -> None:
-    """Scores of 4e9 in some rows, beside small ones in the same tile: p is 1 in all, as there is one key."""
+@pytest.mark.parametrize(
+    "terms", [{}, {"key_bias": 3.0}, {"softcap": 1e9}, {"softcap": 1e9, "key_bias": 3.0}, {"softcap": 1e12}], ids=str
+)
+def test_scores_beyond_the_fraction_of_a_float(terms: dict[str, float], d: int, deterministic: bool) -> None:
+    """Scores of up to 4e9 in some rows, beside small ones in the same tile: p is 1 in all, as there is one key."""
     rng = np.random.default_rng(16)
     q = np.where(np.arange(300)[:, None] % 3 == 1, 20001.0, rng.standard_normal((300, d))).astype(np.float16)
     k = np.full((1, d), 20001, np.float16)
     v, do = np.ones((1, d), np.float16), np.ones((300, d), np.float16)
+    options: dict[str, Any] = dict(terms)
+    if "key_bias" in terms:
+        options["key_bias"] = np.full(1, terms["key_bias"], np.float32)
     with hopper_kernels("name") as launched:
-        got = run(BACKEND, q, k, v, do, deterministic=deterministic)
+        got = run(BACKEND, q, k, v, do, deterministic=deterministic, **options)
     assert takes(launched)
     assert (got.dv == 300).all() and np.isfinite(got.dq).all() and np.isfinite(got.dk).all()

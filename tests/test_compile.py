@@ -1,8 +1,8 @@
 """Every kernel compiles, without a GPU, into what it is meant to be; and what the compile layer says when one does not.
 
 The default run compiles one variant of every third row of the tile tables, other rows and other variants for each
-target, and of the rows of Hopper's forward with a softcap, whose registers are the fullest, one each. ``pytest -m
-slow_compile`` compiles them all.
+target, and of the rows of Hopper's forward with a softcap and of its backward, whose registers are the fullest, one
+each. ``pytest -m slow_compile`` compiles them all.
 """
 
 from __future__ import annotations
@@ -62,10 +62,12 @@ def sample(family: str, target: str) -> list[Variant]:
 
 
 def capped(kind: str, precision: str | None) -> list[Variant]:
-    """Of each row of Hopper's forward one variant with a softcap and one with key_bias, too; dtypes in turn."""
+    """Of each row of Hopper's forward one variant with a softcap and one with key_bias, too, of its backward one with
+    each choice of terms; dtypes, orders and those without dq in turn."""
     rows: dict[tuple[tiles.Tile, tuple[str, ...]], list[Variant]] = {}
     for variant in tiles.variants("90a", "sm90"):
-        if "Softcap" in variant.scores and (tiles.kind(variant.dtype), variant.precision) == (kind, precision):
+        is_full = "Softcap" in variant.scores or variant.operation == tiles.FUSED
+        if is_full and (tiles.kind(variant.dtype), variant.precision) == (kind, precision):
             rows.setdefault((variant.tile, variant.scores), []).append(variant)
     return [row[at % len(row)] for at, row in enumerate(rows.values())]
 
@@ -111,8 +113,9 @@ def faults(variant: Variant) -> list[str]:
             if 2 * opcodes.count("WARPGROUP") > opcodes.count("HGMMA"):
                 found.append(f"{variant}: wgmma one at a time: {opcodes.count('WARPGROUP')} WARPGROUP instructions")
             # What spills is the producer's, whose code comes after that of the consumers. A softcap beside key_bias
-            # leaves no register for a value or two, some of them of code that is rarely taken.
-            last, rare = opcodes.positions("HGMMA")[-1], 8 if len(variant.scores) > 1 else 0
+            # leaves the forward no register for a value or two, some of them of code that is rarely taken.
+            spills = len(variant.scores) > 1 and variant.operation != tiles.FUSED
+            last, rare = opcodes.positions("HGMMA")[-1], 8 if spills else 0
             if (among := sum(at < last for at in opcodes.positions("LDL", "STL"))) > rare:
                 found.append(f"{variant}: local memory among the products, {among} instructions")
         if variant.family == "sm75":
@@ -219,6 +222,7 @@ def test_the_source_is_readable_and_complete(tiny_kernels: Path) -> None:
         "inline constexpr bool kPrescaled = true;",
         "inline constexpr bool kDeterministic = false;",
         "inline constexpr bool kTf32 = false;",
+        "inline constexpr bool kNeedsDq = true;",
         "inline constexpr bool kSoftcap = false, kKeyBias = true;",
         "}",
         "#define KERNEL attention_forward_sm80_bfloat16_to_float32_d64_e96_m128_n32_s2_w8_load8_c2_"
@@ -237,7 +241,7 @@ def test_every_field_of_a_variant_shows_in_its_name_or_target() -> None:
     others = {
         "operation": "b", "family": "sm75", "dtype": "bfloat16", "out_dtype": "float32", "scores": ("Softcap",),
         "tile": tiles.Tile(64, 64, 64, 64, 2, 4), "load": "4", "prescaled": True, "deterministic": False,
-        "precision": "tf32",
+        "precision": "tf32", "needs_dq": False,
     }  # fmt: skip
     assert {*others, "target"} == {field.name for field in dataclasses.fields(Variant)}
     names = {dataclasses.replace(variant, **{field: value}).name for field, value in others.items()}

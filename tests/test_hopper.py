@@ -183,12 +183,25 @@ def test_scratch_of_gradients_holds_row_vectors_sums_and_counters(d: int) -> Non
     described = of_shape(1000, 300, d, np.float16, heads=3)
     taken = hopper.backward(described)
     assert taken is not None and taken.tile is tiles.SM90_BACKWARD[d]
-    assert 0 < tiles.sm90_backward_variant("float16", taken.tile, True).smem_bytes <= tiles.SMEM_LIMIT["90a"]
+    variants = [
+        tiles.sm90_backward_variant("float16", taken.tile, True, terms, needs_dq)
+        for terms in tiles.SM90_TERMS
+        for needs_dq in (True, False)
+    ]
+    assert all(0 < variant.smem_bytes <= tiles.SMEM_LIMIT["90a"] for variant in variants)
     rows, blocks = 3 * memory.padded_rows(1000), -(-1000 // taken.tile.block_m)
     sums = 4 * 3 * blocks * taken.tile.block_m * d
     counts = hopper.CLAIMS_NBYTES + hopper.TURN_NBYTES * 3 * blocks
     end = 8 * rows + sums + counts
-    assert hopper.backward_scratch(described, taken.sums) == (0, 4 * rows, 8 * rows, 8 * rows + sums, end + 16, counts)
+    expected = (0, 4 * rows, 8 * rows, 8 * rows, 8 * rows + sums, end + 16, counts)
+    assert hopper.backward_scratch(described, taken.sums) == expected
+    end = 8 * rows + hopper.CLAIMS_NBYTES
+    without_dq = (0, 4 * rows, 8 * rows, 8 * rows, 8 * rows, end + 16, hopper.CLAIMS_NBYTES)
+    assert hopper.backward_scratch(described, None) == without_dq
+    biased = of_shape(1000, 300, d, np.float16, heads=3, key_bias=np.zeros(300, np.float32))
+    more = 4 * 3 * 300
+    expected = (*expected[:3], *(x + more for x in expected[3:6]), counts)
+    assert hopper.backward_scratch(biased, taken.sums) == expected
 
 
 @pytest.mark.parametrize(
@@ -216,7 +229,8 @@ def test_kernels_for_some_of_the_gradients_have_row_vectors_and_a_count(d: int, 
     ):
         assert 0 < variant.smem_bytes <= tiles.SMEM_LIMIT["90a"] and variant.maps == 4
     rows, counts = 3 * memory.padded_rows(1000), hopper.CLAIMS_NBYTES
-    assert hopper.backward_scratch(described, None) == (0, 4 * rows, 8 * rows, 8 * rows, 8 * rows + counts + 16, counts)
+    nbytes = 8 * rows + counts + 16
+    assert hopper.backward_scratch(described, None) == (0, 4 * rows, *(8 * rows,) * 3, nbytes, counts)
 
 
 def test_few_features_have_no_kernel_for_dk_and_dv_alone() -> None:
@@ -280,10 +294,11 @@ def test_tiles_of_dq_alone_are_taken_in_sections_where_their_lengths_differ() ->
 
 def test_caps_at_the_ends_of_float32_are_for_other_kernels() -> None:
     for cap, scale in ((30.0, None), (1e-19, 0.0), (1e19, 3e38), (1e-19, -1.0)):
-        assert hopper.forward(of_shape(4096, 4096, 64, np.float16, softcap=cap, scale=scale), SMS, False), (cap, scale)
+        described = of_shape(4096, 4096, 64, np.float16, softcap=cap, scale=scale)
+        assert hopper.forward(described, SMS, False) and hopper.backward(described), (cap, scale)
     for cap, scale in ((1e-21, None), (1e21, None), (1e-19, 30.0), (1e-3, -3e17)):
         described = of_shape(4096, 4096, 64, np.float16, softcap=cap, scale=scale)
-        assert hopper.forward(described, SMS, False) is None, (cap, scale)
+        assert hopper.forward(described, SMS, False) is None and hopper.backward(described) is None, (cap, scale)
 
 
 def test_a_problem_has_the_terms_that_it_asks_for() -> None:

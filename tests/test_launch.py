@@ -532,10 +532,16 @@ def test_gradients_of_16_bits_have_a_kernel_on_hopper(
 @pytest.mark.parametrize(
     ("what", "q", "k", "v", "options"),
     [
-        ("softcap", half(20, 64), half(27, 64), half(27, 64), {"softcap": 3.0}),
-        ("key_bias", half(20, 64), half(27, 64), half(27, 64), {"key_bias": on_gpu(np.zeros(27, np.float32))}),
-        ("scale", half(20, 64), half(27, 64), half(27, 64), {"scale": -1.0}),
+        ("a softcap near the end of float32", half(20, 64), half(27, 64), half(27, 64), {"softcap": 1e21}),
         ("many features, softcap", half(20, 136), half(27, 136), half(27, 64), {"softcap": 3.0}),
+        (
+            "many features, key_bias",
+            half(20, 136),
+            half(27, 136),
+            half(27, 64),
+            {"key_bias": on_gpu(np.zeros(27, np.float32))},
+        ),
+        ("many features, scale", half(20, 136), half(27, 136), half(27, 64), {"scale": -1.0}),
         ("many features, rows backwards", half(20, 136, layout=Layout(steps=(-1, 1))), half(27, 136), half(27, 64), {}),
         ("rows that end within 16 bytes", half(20, 36), half(27, 36), half(27, 64), {}),
         ("broadcast q", half(20, 64), half(3, 27, 64), half(3, 27, 64), {}),
@@ -552,8 +558,8 @@ def test_gradients_of_16_bits_have_a_kernel_on_hopper(
             *map(half, (20, 27, 27), (64,) * 3),
             {"out": (None, None, half(27, 64, layout=Layout(steps=(1, 2))))},
         ),
-        ("no dk", half(20, 64), half(27, 64), half(27, 64), {"need": ("q", "v")}),
-        ("no dq", half(20, 64), half(27, 64), half(27, 64), {"need": ("k", "v")}),
+        ("no dk, softcap", half(20, 64), half(27, 64), half(27, 64), {"need": ("q", "v"), "softcap": 3.0}),
+        ("dq alone, scale", half(20, 64), half(27, 64), half(27, 64), {"need": ("q",), "scale": -1.0}),
     ],
 )
 def test_other_gradients_are_the_portable_kernels_on_hopper(
@@ -591,6 +597,8 @@ APART = {"out": (None, half(27, 136, layout=Layout(shift=1)), half(27, 256, layo
         ),
         ("dq", (half(20, 192), *(half(27, 192),) * 2), {"need": ("q",)}, ("dq",)),
         ("dq of few features", (half(20, 64), *(half(27, 64),) * 2), {"need": ("q",)}, ("dq",)),
+        ("dq and dk of few features", (half(20, 64), *(half(27, 64),) * 2), {"need": ("q", "k")}, ("dqkv", "dq")),
+        ("dq and dv of few features", (half(20, 64), *(half(27, 64),) * 2), {"need": ("q", "v")}, ("dqkv", "dq")),
         ("dk", (half(20, 192), *(half(27, 192),) * 2), {"need": ("k",)}, ("dkv",)),
         ("dk and dv", (half(20, 192), *(half(27, 192),) * 2), {"need": ("k", "v")}, ("dkv",)),
         ("dv and dq", (half(20, 192), *(half(27, 192),) * 2), {"need": ("q", "v")}, ("dkv", "dq")),
@@ -610,6 +618,75 @@ def test_gradients_of_many_features_or_some_alone_have_two_kernels_on_hopper(
         ("attention_delta", "sm90", True),
         *((f"attention_backward_{kernel}", "sm90", True) for kernel in kernels),
     ]
+    assert not any(x.needs_dq for x in device.launched if x.operation == tiles.FUSED)
+
+
+def float32(*shape: int) -> fake_gpu.ndarray:
+    return on_gpu(np.zeros(shape, np.float32))
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("need", [None, ("q", "k", "v")], ids=str)
+@pytest.mark.parametrize(
+    ("options", "terms"),
+    [
+        ({"softcap": 3.0}, ("Softcap",)),
+        ({"scale": -1.0}, ("KeyBias",)),
+        ({"key_bias": float32(3, 27)}, ("KeyBias",)),
+        ({"key_bias": float32(27)}, ("KeyBias",)),
+        ({"key_bias": float32(1, 27), "softcap": 3.0}, ("Softcap", "KeyBias")),
+    ],
+    ids=str,
+)
+def test_score_terms_have_gradients_on_hopper(
+    device: Pretended, options: dict[str, Any], terms: tuple[str, ...], need: Any, deterministic: bool
+) -> None:
+    """In order whether deterministic or not."""
+    device.become("sm90", "90a")
+    device.launched.clear()
+    arrays = half(3, 20, 64), half(3, 27, 64), half(3, 27, 64)
+    gradients_of(*arrays, need=need, deterministic=deterministic, **options)
+    _, main, *sums = device.launched
+    assert (main.operation, main.family, main.scores, main.needs_dq) == (tiles.FUSED, "sm90", terms, True)
+    assert main.deterministic
+    is_summed = need is None and "key_bias" in options and options["key_bias"].shape != (3, 27)
+    assert [variant.operation for variant in sums] == ["attention_dkey_bias"] * is_summed
+    if is_summed:
+        assert device.grids[-1] == 1
+        at = 8 * (len(params.TENSORS) + params.SCRATCH.index("partials"))
+        assert int.from_bytes(device.parameters[at : at + 8], "little") % 16 == 0 != device.parameters[at : at + 8]
+
+
+@pytest.mark.parametrize("need", [("k", "v"), ("k",), ("v",), ("key_bias",), ("v", "key_bias")], ids=str)
+def test_gradients_without_dq_are_a_kernel_of_their_own_on_hopper(device: Pretended, need: tuple[str, ...]) -> None:
+    """k and v may be broadcast otherwise where only one has a gradient."""
+    device.become("sm90", "90a")
+    k = half(4, 27, 64) if {"k", "v"} <= {*need} else half(27, 64)
+    device.launched.clear()
+    gradients_of(half(4, 20, 64), k, half(4, 27, 64), need=need, key_bias=float32(4, 27))
+    delta, main = device.launched
+    assert (delta.operation, delta.family) == ("attention_delta", "sm90")
+    assert (main.operation, main.family, main.deterministic, main.needs_dq) == (tiles.FUSED, "sm90", True, False)
+
+
+@pytest.mark.parametrize(
+    ("options", "terms"),
+    [
+        ({}, ("KeyBias",)),
+        ({"scale": -1.0}, ("KeyBias",)),
+        ({"softcap": 3.0}, ("Softcap", "KeyBias")),
+        ({"softcap": 3.0, "key_bias": float32(27)}, ("Softcap", "KeyBias")),
+    ],
+    ids=str,
+)
+def test_gradients_without_dq_take_a_kernel_for_key_bias_on_hopper(
+    device: Pretended, options: dict[str, Any], terms: tuple[str, ...]
+) -> None:
+    device.become("sm90", "90a")
+    device.launched.clear()
+    gradients_of(half(20, 64), half(27, 64), half(27, 64), need=("k", "v"), **options)
+    _, main = device.launched
+    assert (main.operation, main.family, main.scores, main.needs_dq) == (tiles.FUSED, "sm90", terms, False)
 
 
 @pytest.mark.parametrize("capturing", [True, False])

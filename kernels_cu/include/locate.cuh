@@ -84,6 +84,11 @@ __device__ __forceinline__ BatchIndex batch_index(const Params& params, int owne
 __device__ __forceinline__ int loop_count(const Params& params) {
   return params.loop_extent0 * params.loop_extent1 * params.loop_extent2;
 }
+// Of all batch positions, in their order.
+__device__ __forceinline__ i64 position_number(const Params& params, const BatchIndex& b) {
+  const int extent1 = params.grid_extent1 * params.loop_extent1, extent2 = params.grid_extent2 * params.loop_extent2;
+  return (i64(b.i[0]) * extent1 + b.i[1]) * extent2 + b.i[2];
+}
 
 __device__ __forceinline__ i64 offset(const Strides& s, BatchIndex b) {
   return b.i[0] * s.batch[0] + b.i[1] * s.batch[1] + b.i[2] * s.batch[2];

@@ -28,7 +28,7 @@ __device__ __forceinline__ bool is_last_split(u32& count, int splits) {
 // What a split has summed of row `row` of all the batch is kept by columns: reference, sum of p, sums of p v, each of
 // all splits.
 __device__ __forceinline__ Accumulator* split_parts(const Params& params, i64 row, int split) {
-  return params.split_rows + row * (2 + params.value_dim) * params.splits + split;
+  return params.partials + row * (2 + params.value_dim) * params.splits + split;
 }
 
 // Of the columns of p v those from `column0` on.

@@ -34,8 +34,10 @@ struct Params {
   void* q_planes;
   void* k_planes;
   void* v_planes;
-  u32* claims;              // counters, 0 before a launch: how much work has been claimed; null where that is known
-  Accumulator* split_rows;  // workspace of a forward whose keys are split: (batch, seqlen_q, 2 + value_dim, splits)
+  u32* claims;  // counters, 0 before a launch: how much work has been claimed; null where that is known
+  // Workspace of a forward whose keys are split: (batch, seqlen_q, 2 + value_dim, splits); of a backward on sm_90 that
+  // sums dkey_bias over batch positions: (batch, seqlen_k).
+  Accumulator* partials;
   Strides q_stride, k_stride, v_stride, key_bias_stride, o_stride, lse_stride, dout_stride, dlse_stride, row_lse_stride,
       delta_stride, dq_stride, dk_stride, dv_stride, dkey_bias_stride, dq_accum_stride, dq_turn_stride, q_planes_stride,
       k_planes_stride, v_planes_stride;

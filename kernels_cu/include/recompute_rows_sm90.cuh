@@ -24,9 +24,9 @@ struct OwnRows {
   template <int kCols>
   __device__ __forceinline__ void scores_to_p(Fragment<1, kCols>& s, const Params& params) const {
     if (any_is_large) {
-      s.for_each([&](float& x, int slot, int, int) { x = p_of_large(x, params, lse[slot]); });
+      s.for_each([&](float& x, int slot, int, int) { x = probability<true>(params, x, lse[slot]); });
     } else {
-      s.for_each([&](float& x, int slot, int, int) { x = ex2(fmaf(x, params.exponent_scale, -lse[slot])); });
+      s.for_each([&](float& x, int slot, int, int) { x = probability<false>(params, x, lse[slot]); });
     }
   }
 

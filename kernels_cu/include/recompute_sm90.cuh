@@ -6,7 +6,8 @@
 
 namespace cuflash {
 
-// f(element of the fragment, element of another one of its shape, what the element's column has of `of_rows`).
+// f(element of the fragment, element of another one of its shape, what the element's column has of `of_rows`,
+// row slot).
 template <int kCols, class F>
 __device__ __forceinline__ void for_each_of_rows(Fragment<1, kCols>& f, Fragment<1, kCols>& other, const float* of_rows,
                                                  F function) {
@@ -16,7 +17,7 @@ __device__ __forceinline__ void for_each_of_rows(Fragment<1, kCols>& f, Fragment
     u32 pair[2];
     ld_shared(pair, at + 32 * n);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) function(f.x[0][n][i], other.x[0][n][i], __uint_as_float(pair[i % 2]));
+    for (int i = 0; i < 4; ++i) function(f.x[0][n][i], other.x[0][n][i], __uint_as_float(pair[i % 2]), i / 2);
   }
 }
 
@@ -50,28 +51,28 @@ __device__ __forceinline__ void mask_beyond_length(Fragment<1, kCols>& s, const 
   s.for_each_lane_column([&](float& x, int, int col) { x = col < limit ? x : neg_inf(); });
 }
 
-// p = 2^(s c - lse).
-template <int kCols>
-__device__ __forceinline__ void scores_to_p(Fragment<1, kCols>& s, const Params& params, const float* lse) {
-  for_each_of_rows(s, s, lse,
-                   [&](float& x, float&, float of_row) { x = ex2(fmaf(x, params.exponent_scale, -of_row)); });
-}
-// The same, but of large lse the difference is taken first, in natural units, of products rounded as the forward
-// rounded them (recompute.cuh).
-__device__ __forceinline__ float p_of_large(float score, const Params& params, float kept) {
-  const float exponent = is_large(kept) ? add_rn(mul_rn(score, params.lse_scale), -kept / 2) * kLog2E
-                                        : fmaf(score, params.exponent_scale, -kept);
+// p = 2^(s c - lse). But of large lse the difference is taken first, in natural units, of products rounded as the
+// forward rounded them (recompute.cuh).
+template <bool kLarge>
+__device__ __forceinline__ float probability(const Params& params, float s, float lse) {
+  if constexpr (!kLarge) return ex2(fmaf(s, params.exponent_scale, -lse));
+  const float exponent =
+      is_large(lse) ? add_rn(mul_rn(s, params.lse_scale), -lse / 2) * kLog2E : fmaf(s, params.exponent_scale, -lse);
   return ex2(exponent > 0 ? 0 : exponent);
 }
 template <int kCols>
+__device__ __forceinline__ void scores_to_p(Fragment<1, kCols>& s, const Params& params, const float* lse) {
+  for_each_of_rows(s, s, lse, [&](float& x, float&, float of_row, int) { x = probability<false>(params, x, of_row); });
+}
+template <int kCols>
 __device__ __forceinline__ void large_scores_to_p(Fragment<1, kCols>& s, const Params& params, const float* lse) {
-  for_each_of_rows(s, s, lse, [&](float& x, float&, float of_row) { x = p_of_large(x, params, of_row); });
+  for_each_of_rows(s, s, lse, [&](float& x, float&, float of_row, int) { x = probability<true>(params, x, of_row); });
 }
 
 // ds / scale = p (dp - delta).
 template <int kCols>
 __device__ __forceinline__ void dp_to_ds(Fragment<1, kCols>& dp, Fragment<1, kCols>& p, const float* delta) {
-  for_each_of_rows(dp, p, delta, [](float& x, float& p_of, float of_row) { x = p_of * (x - of_row); });
+  for_each_of_rows(dp, p, delta, [](float& x, float& p_of, float of_row, int) { x = p_of * (x - of_row); });
 }
 
 }  // namespace cuflash

@@ -74,10 +74,11 @@ class Tangent {
   // That of the series.
   __device__ __forceinline__ u32 reach() const { return needed; }
 
-  // Forms scores. kRare: as they are not the rule, LowSeries is left out, to save code. The warp chooses once for every
-  // kPart columns: each part is a piece of code of its own, or the compiler would hold all scores twice.
+  // Forms scores. kRare: as they are not the rule, LowSeries is left out, to save code; likewise where the scores are
+  // to be `those_of_rare`, bit by bit. The warp chooses once for every kPart columns: each part is a piece of code of
+  // its own, or the compiler would hold all scores twice.
   template <bool kRare, int kPart, int kCols>
-  __device__ __forceinline__ void apply(Fragment<1, kCols>& s) {
+  __device__ __forceinline__ void apply(Fragment<1, kCols>& s, bool those_of_rare = false) {
     static_assert(kPart % 8 == 0 && kCols % kPart == 0);
     bool all_low = true, all_high = true;
 #pragma unroll
@@ -93,7 +94,7 @@ class Tangent {
         x *= factor;
         most = fmaxf(most, fabsf(x));
       });
-      const bool is_low = !__any_sync(kFullWarp, most >= float(LowSeries::kLimit));
+      const bool is_low = !__any_sync(kFullWarp, those_of_rare || most >= float(LowSeries::kLimit));
       const bool is_high = !__any_sync(kFullWarp, most >= float(HighSeries::kLimit));
       all_low &= is_low, all_high &= is_high;
       if (!kRare && is_low) {

@@ -19,6 +19,9 @@ __device__ __forceinline__ void ld_shared(float (&x)[4], u32 at) {
                : "r"(at)
                : "memory");
 }
+__device__ __forceinline__ void ld_shared(float (&x)[2], u32 at) {
+  asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(x[0]), "=f"(x[1]) : "r"(at) : "memory");
+}
 __device__ __forceinline__ void ld_shared(float& x, u32 at) {
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(at) : "memory");
 }
