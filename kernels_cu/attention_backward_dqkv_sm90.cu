@@ -30,6 +30,8 @@ constexpr bool kSplitRows = kTile.block_m == 128;
 constexpr int kProducerRegisters = 24, kConsumerRegisters = (504 - kProducerRegisters) / 2;
 // Where registers are left for p beside ds, the products of dv run under ds. With a softcap p and ds come together.
 constexpr bool kEarlyP = !kSplitRows && !kSoftcap;
+// What query rows have of their own is read at once, while products are formed, where there are registers for it.
+constexpr bool kHoldsRows = !kSplitRows && !kSoftcap && !kKeyBias;
 constexpr int kDsBuffers = 2, kSendBuffers = 2;
 constexpr int kConsumerWarps = 4 * kConsumers;  // warps that fill a buffer of results
 static_assert(kTile.block_n == 64 * kConsumers, "each consumer warpgroup has 64 keys");
@@ -328,19 +330,20 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
         asm volatile("" : "+r"(scores_row0));  // its descriptors are made again each time, not kept in local memory
         issue_nt<kTile.head_dim>(s, smem.k, scores_row0, smem.q[q.stage]);
         const float* lse = smem.rows[q.stage].lse;
-        const bool large = any_is_large<kTile.block_m>(lse);
         Scores dp;
         mbarrier_wait(smem.dout_barriers[q.stage].full, q.parity);
         issue_nt<kTile.value_dim>(dp, smem.v, group_key0, smem.dout[q.stage]);
+        // All of this is read before products are waited for: beside them shared memory answers late.
+        const bool partial = !work.rows.is_full(step.block) || key0 + kTile.block_n > params.seqlen_k;
+        const bool large = any_is_large<kTile.block_m>(lse);
+        const LaneColumns<kTile.block_m, kHoldsRows> of_lse(lse);
         wgmma_wait<1>(s);
         if constexpr (kSoftcap) {
           tangent.apply<false, 32>(s, large);
         } else if constexpr (kKeyBias) {
           keys.add(s, params.scale);
         }
-        const bool absent = kKeyBias && keys.any_is_absent();
-        const bool masked = absent || !work.rows.is_full(step.block) || key0 + kTile.block_n > params.seqlen_k;
-        if (masked) {
+        if (partial || (kKeyBias && keys.any_is_absent())) {
           mask_by_row_limits(s, params, key0 + warp_key0, row0, [&](int r) { return kKeyBias && keys.is_absent(r); });
           mask_beyond_length(s, params, row0);
         }
@@ -355,17 +358,18 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
           tanh_to_p_and_ds(s, dp, params, lse, delta, large, keys, p, ds);
         } else {
           if (large) {
-            large_scores_to_p(s, params, lse);
+            large_scores_to_p(s, params, of_lse);
           } else {
-            scores_to_p(s, params, lse);
+            scores_to_p(s, params, of_lse);
           }
           if constexpr (kEarlyP) p.from(s);
+          const LaneColumns<kTile.block_m, kHoldsRows> of_delta(delta);
           await_dp();
           if constexpr (kEarlyP) issue_nn(dv, p, smem.dout[q.stage]);
           if constexpr (kKeyBias) {
-            dp_to_ds(dp, s, delta, keys);
+            dp_to_ds(dp, s, of_delta, keys);
           } else {
-            dp_to_ds(dp, s, delta);
+            dp_to_ds(dp, s, of_delta);
           }
           ds.from(dp);
           if constexpr (!kEarlyP) p.from(s);

@@ -6,18 +6,40 @@
 
 namespace cuflash {
 
-// f(element of the fragment, element of another one of its shape, what the element's column has of `of_rows`,
-// row slot).
-template <int kCols, class F>
-__device__ __forceinline__ void for_each_of_rows(Fragment<1, kCols>& f, Fragment<1, kCols>& other, const float* of_rows,
-                                                 F function) {
-  const u32 at = shared_address(of_rows) + 8 * (lane_id() % 4);
+// What the columns of a lane have of their own, by pairs: read when this is made, under products that it waits for
+// anyway, or, where there are no registers for that, each when it is wanted.
+template <int kCols, bool kHeld>
+class LaneColumns {
+  u32 at;
+  float held[kHeld ? kCols / 8 : 1][2];
+
+ public:
+  __device__ __forceinline__ explicit LaneColumns(const float* of_rows)
+      : at(shared_address(of_rows) + 8 * (lane_id() % 4)) {
+    if constexpr (kHeld) {
+#pragma unroll
+      for (int n = 0; n < kCols / 8; ++n) ld_shared(held[n], at + 32 * n);
+    }
+  }
+  __device__ __forceinline__ void pair(float (&x)[2], int n) const {
+    if constexpr (kHeld) {
+      x[0] = held[n][0], x[1] = held[n][1];
+    } else {
+      ld_shared(x, at + 32 * n);
+    }
+  }
+};
+
+// f(element of the fragment, element of another one of its shape, what the element's column has of its own, row slot).
+template <int kCols, bool kHeld, class F>
+__device__ __forceinline__ void for_each_of_rows(Fragment<1, kCols>& f, Fragment<1, kCols>& other,
+                                                 const LaneColumns<kCols, kHeld>& of_rows, F function) {
 #pragma unroll
   for (int n = 0; n < kCols / 8; ++n) {
-    u32 pair[2];
-    ld_shared(pair, at + 32 * n);
+    float pair[2];
+    of_rows.pair(pair, n);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) function(f.x[0][n][i], other.x[0][n][i], __uint_as_float(pair[i % 2]), i / 2);
+    for (int i = 0; i < 4; ++i) function(f.x[0][n][i], other.x[0][n][i], pair[i % 2], i / 2);
   }
 }
 
@@ -60,18 +82,21 @@ __device__ __forceinline__ float probability(const Params& params, float s, floa
       is_large(lse) ? add_rn(mul_rn(s, params.lse_scale), -lse / 2) * kLog2E : fmaf(s, params.exponent_scale, -lse);
   return ex2(exponent > 0 ? 0 : exponent);
 }
-template <int kCols>
-__device__ __forceinline__ void scores_to_p(Fragment<1, kCols>& s, const Params& params, const float* lse) {
+template <int kCols, bool kHeld>
+__device__ __forceinline__ void scores_to_p(Fragment<1, kCols>& s, const Params& params,
+                                            const LaneColumns<kCols, kHeld>& lse) {
   for_each_of_rows(s, s, lse, [&](float& x, float&, float of_row, int) { x = probability<false>(params, x, of_row); });
 }
-template <int kCols>
-__device__ __forceinline__ void large_scores_to_p(Fragment<1, kCols>& s, const Params& params, const float* lse) {
+template <int kCols, bool kHeld>
+__device__ __forceinline__ void large_scores_to_p(Fragment<1, kCols>& s, const Params& params,
+                                                  const LaneColumns<kCols, kHeld>& lse) {
   for_each_of_rows(s, s, lse, [&](float& x, float&, float of_row, int) { x = probability<true>(params, x, of_row); });
 }
 
 // ds / scale = p (dp - delta).
-template <int kCols>
-__device__ __forceinline__ void dp_to_ds(Fragment<1, kCols>& dp, Fragment<1, kCols>& p, const float* delta) {
+template <int kCols, bool kHeld>
+__device__ __forceinline__ void dp_to_ds(Fragment<1, kCols>& dp, Fragment<1, kCols>& p,
+                                         const LaneColumns<kCols, kHeld>& delta) {
   for_each_of_rows(dp, p, delta, [](float& x, float& p_of, float of_row, int) { x = p_of * (x - of_row); });
 }
 

@@ -82,9 +82,9 @@ struct LaneKeys {
 };
 
 // ds / scale = p (dp - delta), and its sums.
-template <int kCols>
-__device__ __forceinline__ void dp_to_ds(Fragment<1, kCols>& dp, Fragment<1, kCols>& p, const float* delta,
-                                         LaneKeys& keys) {
+template <int kCols, bool kHeld>
+__device__ __forceinline__ void dp_to_ds(Fragment<1, kCols>& dp, Fragment<1, kCols>& p,
+                                         const LaneColumns<kCols, kHeld>& delta, LaneKeys& keys) {
   float sum[2] = {};
   for_each_of_rows(dp, p, delta, [&](float& x, float& p_of, float of_row, int r) {
     x = p_of * (x - of_row);
@@ -101,15 +101,15 @@ __device__ __forceinline__ void tanh_to_p_and_ds(const Fragment<1, kCols>& tanh,
   constexpr int kPart = 32;
   static_assert(kCols % kPart == 0);
   float sum[2] = {};
-  const u32 lse_at = shared_address(lse) + 8 * (lane_id() % 4), delta_at = shared_address(delta) + 8 * (lane_id() % 4);
+  const LaneColumns<kCols, false> of_lse(lse), of_delta(delta);
 #pragma unroll
   for (int first = 0; first < kCols / 8; first += kPart / 8) {
     const auto form = [&](auto of_large) {
 #pragma unroll
       for (int n = first; n < first + kPart / 8; ++n) {
-        float of_lse[2], of_delta[2];
-        ld_shared(of_lse, lse_at + 32 * n);
-        ld_shared(of_delta, delta_at + 32 * n);
+        float lse_of[2], delta_of[2];
+        of_lse.pair(lse_of, n);
+        of_delta.pair(delta_of, n);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           float p_of[2], ds_of[2];
@@ -119,8 +119,8 @@ __device__ __forceinline__ void tanh_to_p_and_ds(const Fragment<1, kCols>& tanh,
             float score = t;
             // A mask holds whatever the weight is.
             if constexpr (kKeyBias) score = t == neg_inf() ? t : fmaf(t, params.softcap, keys.bias[r]);
-            p_of[j] = probability<decltype(of_large)::value>(params, score, of_lse[j]);
-            const float before_cap = p_of[j] * (dp.x[0][n][2 * r + j] - of_delta[j]);
+            p_of[j] = probability<decltype(of_large)::value>(params, score, lse_of[j]);
+            const float before_cap = p_of[j] * (dp.x[0][n][2 * r + j] - delta_of[j]);
             if constexpr (kKeyBias) sum[r] += before_cap;
             ds_of[j] = before_cap * fma_saturated(-t, t, 1.f);  // 0 for a mask
           }
