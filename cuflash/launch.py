@@ -476,12 +476,9 @@ def _whole_backward_sm90(
         return ()
     if "dq" in names and memory.summed_axes(layout, "dq"):
         return ()
-    loops = {memory.summed_axes(layout, name) for name in names if name in ("dk", "dv")} or {()}
-    if len(loops) > 1:
-        return ()
-    [summed] = loops
+    summed = _axes_summed_by_blocks_of_keys(layout, names)
     maps = hopper.backward_maps(problem, layout, taken)
-    if maps is None:
+    if summed is None or maps is None:
         return ()
     vector = "dq" in names and _is_vector(problem, layout, "dq", own_bits)
     terms = _sm90_terms(problem, is_plain(problem))
@@ -496,6 +493,15 @@ def _whole_backward_sm90(
     return main, prepare(problem, sums, layout, -(-problem.n // 32), bias_axes)
 
 
+def _axes_summed_by_blocks_of_keys(layout: memory.Layout, names: tuple[str, ...]) -> tuple[int, ...] | None:
+    """Batch axes over which a CTA sums dk and dv while it holds a block of k and of v, None where there is no such sum:
+    dk and dv are summed over different axes, or k or v is another one from position to position."""
+    found = {memory.summed_axes(layout, name) for name in names if name in ("dk", "dv")} or {()}
+    summed = next(iter(found))
+    held = all(set(summed) <= set(memory.summed_axes(layout, name)) for name in ("k", "v"))
+    return summed if held and len(found) == 1 else None
+
+
 def _bias_axes(layout: memory.Layout) -> tuple[int, ...]:
     """Batch axes over which dkey_bias is summed, where it is asked for."""
     return memory.summed_axes(layout, "dkey_bias") if "dkey_bias" in layout.strides else ()
@@ -508,26 +514,22 @@ def _split_backward_sm90(
     names: tuple[str, ...],
     own_bits: Mapping[str, int],
 ) -> tuple[Launch, ...]:
-    """The kernel for dq alone, or that for dk and dv, twice where they are summed over different axes. None of them
-    where there is no such kernel, or the copy engine cannot follow the arrays."""
+    """The kernel for dq alone, or that for dk and dv. None where there is no such kernel, or the copy engine cannot
+    follow the arrays, or dk and dv are not summed alike."""
     maps = hopper.split_maps(problem, layout, tile) if tile else None
     if tile is None or maps is None:
         return ()
+    summed: tuple[int, ...] | None
     if names == ("dq",):
+        summed = memory.summed_axes(layout, "dq")
         variant, sections = tiles.sm90_backward_dq_variant(problem.dtype, tile), hopper.dq_sections
     else:
+        summed = _axes_summed_by_blocks_of_keys(layout, names)
         variant, sections = tiles.sm90_backward_dkv_variant(problem.dtype, tile), hopper.dkv_sections
-    groups: dict[tuple[int, ...], tuple[str, ...]] = {}
-    for name in names:
-        summed = memory.summed_axes(layout, name)
-        groups[summed] = (*groups.get(summed, ()), name)
-    return tuple(
-        _over_tiles(
-            problem, variant, layout, summed, group, all(_is_vector(problem, layout, name, own_bits) for name in group),
-            sections, maps,
-        )
-        for summed, group in groups.items()
-    )  # fmt: skip
+    if summed is None:
+        return ()
+    vector = all(_is_vector(problem, layout, name, own_bits) for name in names)
+    return (_over_tiles(problem, variant, layout, summed, names, vector, sections, maps),)
 
 
 def _is_vector(problem: Problem, layout: memory.Layout, name: str, own_bits: Mapping[str, int]) -> bool:

@@ -72,7 +72,7 @@ def test_drawn_calls(case: Case, has_dlse: bool, need: tuple[str, ...] | None) -
 def test_they_take_what_they_are_for(dtype: str, d: int, e: int, need: tuple[str, ...] | None) -> None:
     """Lengths around those of blocks, more queries than keys and fewer, one row, and more blocks of keys than CTAs."""
     for options in BANDS:
-        for heads, m, n in ((3, 333, 517), (2, 517, 333), (1, 1, 129), (2, 257, 1), (45, 130, 300), (1, 70, 8500)):
+        for heads, m, n in ((3, 333, 517), (2, 517, 333), (1, 1, 129), (2, 257, 1), (30, 66, 270), (1, 70, 8500)):
             case = Case(dtype, (heads, m, d), (heads, n, d), (heads, n, e), None, options, {}, "normal", m)
             with hopper_kernels("name") as launched:
                 check_backward(BACKEND, case, "sm90", need, True, m % 2 == 1)
@@ -99,8 +99,6 @@ def test_dq_alone_has_a_kernel_at_any_number_of_features(d: int) -> None:
         ((5, 3), (), (), False),
         ((2, 3, 2), (2, 1, 2), (2, 1, 2), False),
         ((), (3,), (3,), False),
-        ((3,), (), (3,), False),
-        ((2, 1), (1, 3), (2, 3), False),
     ],
     ids=str,
 )
@@ -112,6 +110,24 @@ def test_gradients_are_summed_over_the_axes_that_their_arrays_lack(
     with hopper_kernels("name") as launched:
         check_backward(BACKEND, case, "sm90", None, True, True)
     assert taken(launched) == {DQ, DKV}
+
+
+@pytest.mark.parametrize("need", [None, ("k",), ("v",), ("q", "k")], ids=str)
+@pytest.mark.parametrize("d", [64, 256])
+@pytest.mark.parametrize(("q", "k", "v"), [((3,), (), (3,)), ((3,), (3,), ()), ((2, 1), (1, 3), (2, 3))], ids=str)
+def test_sums_over_positions_that_share_one_of_k_and_v_are_the_portable_kernels(
+    q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], d: int, need: tuple[str, ...] | None
+) -> None:
+    """A CTA holds a block of both while it sums. Where nothing is summed they may be broadcast as they are, and q, too,
+    above 128 features."""
+    options = {"causal": True, "align": 30}
+    case = Case("bfloat16", (*q, 200, d), (*k, 270, d), (*v, 270, d), None, options, {}, "normal", 11)
+    batch = np.broadcast_shapes(q, k, v)
+    summed = [shape for name, shape in (("k", k), ("v", v)) if name in (need or "kv") and shape != batch]
+    portable = bool(summed) or (d == 64 and q != batch)
+    with hopper_kernels() as launched:
+        check_backward(BACKEND, case, "sm80" if portable else "sm90", need, True, True)
+    assert ("sm80" in launched) == portable
 
 
 @pytest.mark.parametrize("d", [192, 256])
@@ -126,7 +142,7 @@ def test_gradients_are_summed_over_the_axes_that_their_arrays_lack(
     ids=str,
 )
 def test_rows_without_keys_and_keys_without_rows(m: int, n: int, options: dict[str, Any], d: int) -> None:
-    for heads, need in ((3, None), (300, ("k", "v"))):
+    for heads, need in ((3, None), (40, ("k", "v"))):
         case = Case("float16", (heads, m, d), (heads, n, d), (heads, n, d), None, options, {}, "normal", 12)
         with hopper_kernels("name") as launched:
             check_backward(BACKEND, case, "sm90", need, True, True)
