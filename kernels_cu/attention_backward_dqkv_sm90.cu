@@ -1,6 +1,6 @@
-// Backward of queries, keys and values at once for sm_90a, or of keys and values alone (kNeedsDq): a CTA owns a block
-// of keys and its values, and query blocks stream by, brought by the copy engine. Two warpgroups multiply by wgmma,
-// each of them on 64 keys and transposed scores, so that p^T and ds^T go from accumulators to A operands without
+// Backward of queries, keys and values at once for sm_90a, or of keys and values alone (without kNeedsDq): a CTA owns a
+// block of keys and its values, and query blocks stream by, brought by the copy engine. Two warpgroups multiply by
+// wgmma, each of them on 64 keys and transposed scores, so that p^T and ds^T go from accumulators to A operands without
 // leaving registers:
 //   s^T = K Q^T,  dp^T = V dO^T,  p = exp(s - lse),  ds = p (dp - delta),  dV += p^T dO,  dK += ds^T Q.
 // They share ds for dQ = ds K, of which each forms one half. Threads of the producer's warpgroup pass that on
@@ -419,12 +419,12 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
           pass_buffer();
         } else {
           issue_nn(dk, ds, smem.q[q.stage]);
-          wgmma_wait<1>(dv);
-          release(smem.dout_barriers[q.stage].empty);
           if (left == 1) release(smem.k_barriers.empty);
         }
         wgmma_wait<0>(dk);
         wgmma_wait<0>(dv);
+        // Not before: other warps may read delta until they issue the products of dk.
+        if constexpr (!kNeedsDq) release(smem.dout_barriers[q.stage].empty);
         release(smem.q_barriers[q.stage].empty);
         q.next();
         if (step.next(work) && kKeyBias) {
