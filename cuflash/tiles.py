@@ -725,7 +725,7 @@ def best_family(target: str) -> str:
 
 
 def families(target: str) -> tuple[str, ...]:
-    """The families that a target's GPUs use unless told otherwise. That of sm_90 has the forward alone."""
+    """The families that a target's GPUs use unless told otherwise. That of sm_90 does not serve every call."""
     return ("sm90", "sm80") if target == "90a" else (best_family(target),)
 
 

@@ -5,8 +5,8 @@
 //   dp^T = V dO^T,  ds = p (dp - delta),  dK += ds^T Q,
 // with the same thread at the same place of p, which the first one leaves in shared memory for it. Each issues what it
 // adds to its gradient and its next product together: while these are formed, the other one works on its elements.
-// CTAs stay and claim one block of keys after another. A CTA sums dk and dv over the batch axes on which they were
-// broadcast, in a fixed order: no atomics.
+// CTAs stay and claim one block of keys after another. A CTA sums dk and dv over the batch axes on which k and v
+// were broadcast, in a fixed order: no atomics.
 #include "gemm_sm90.cuh"
 #include "key_work_sm90.cuh"
 #include "mask.cuh"
@@ -24,6 +24,7 @@ constexpr int kProducerRegisters = 40, kConsumerRegisters = (504 - kProducerRegi
 constexpr int kSlots = 2 * kTile.stages;
 constexpr int kExchanges = 2;
 constexpr int kWarps = 4;  // of a warpgroup
+static_assert(kTile.stages > 1, "dO of a step takes the slot of Q of another, which is held until the step after");
 static_assert(kTile.block_m == 64 && kTile.block_n == 64 && kTile.warps == 3 * kWarps);
 static_assert(kRowPadding % kTile.block_m == 0, "tiles of row vectors load whole");
 
@@ -131,7 +132,7 @@ __device__ __forceinline__ void produce(const TmaParams& tma, SharedStorage& sme
       slot.next();
       if (step.next(work)) begin_batch();
     } while (--left > 0);
-    // Not before: whoever claims first is to begin first. Consumers have as many steps left as there are slots.
+    // Not before: whoever claims is to begin soon. Consumers have as many steps left as there are stages.
     tile = claim();
   }
 }

@@ -98,9 +98,7 @@ __device__ __forceinline__ void produce(const TmaParams& tma, SharedStorage& sme
   const int tiles = tile_count(params);
   int tile = blockIdx.x, claimed;
   // As in the forward: the answer is on its way until it is wanted, and the last claims leave the count at 0.
-  const auto claim = [&] {
-    if (params.claims != nullptr) claimed = atomicInc(params.claims, tiles - 1);
-  };
+  const auto claim = [&] { claimed = atomicInc(params.claims, tiles - 1); };
   PipelineState<kWorks> w;
   PipelineState<kKStages> k;
   PipelineState<kVStages> v;
@@ -109,7 +107,7 @@ __device__ __forceinline__ void produce(const TmaParams& tma, SharedStorage& sme
   const volatile Filling& filling = smem.filling;
   const auto batch = [&] { return BatchIndex{{filling.batch.i[0], filling.batch.i[1], filling.batch.i[2]}}; };
   grid_wait();  // row vectors are there, and whoever counted before is done
-  for (; tile < tiles; tile = int(gridDim.x) + (params.claims == nullptr ? tile : claimed)) {
+  for (; tile < tiles; tile = int(gridDim.x) + claimed) {
     mbarrier_wait(smem.work_read[w.stage], w.parity ^ 1);
     TileWork& work = smem.work[w.stage];
     work.locate(params, tile);
