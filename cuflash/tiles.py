@@ -549,7 +549,7 @@ SPILLS = {
     # In the producer's warpgroup, which has 24 registers: what it has at hand while it works out the next block of
     # keys.
     **{("16 bits", f"{FUSED}_sm90", d): 400 for d in (64, 96, 128)},
-    ("16 bits", f"{DQ}_sm90", 256): 192,  # there likewise
+    **{("16 bits", f"{DQ}_sm90", d): 192 for d in (96, 256)},  # there likewise
     ("float64", "attention_forward", 8): 96,  # addresses, once a block, on sm_100 and sm_120
     # By NVRTC 13.5 alone, and some targets.
     ("16 bits", "attention_forward", 256): 16,
