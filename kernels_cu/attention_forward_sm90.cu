@@ -306,8 +306,7 @@ __device__ __forceinline__ void store_o(const Params& params, const BatchIndex& 
 
 // Tiles of which no row sees a key, which nobody has loaded anything for.
 __device__ __forceinline__ void store_empty_tiles(const Params& params, int warp_row0) {
-  const bool rows_see_keys = params.band_hi >= 0 && params.seqlen_q - 1 + params.band_lo < params.seqlen_k;
-  if (rows_see_keys) return;
+  if (all_rows_see_keys(params)) return;
   for (int tile = blockIdx.x; tile < tile_count(params); tile += gridDim.x) {
     TileWork work;
     work.locate(params, tile);

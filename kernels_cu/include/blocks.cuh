@@ -30,6 +30,11 @@ __device__ __forceinline__ BlockRange key_blocks(const Params& params, int row_b
                      max_of(0, min_of(n, last + params.band_hi + 1)), block_n);
 }
 
+// Rows that see no key are the first ones, or the last.
+__device__ __forceinline__ bool all_rows_see_keys(const Params& params) {
+  return params.band_hi >= 0 && params.seqlen_q - 1 + params.band_lo < params.seqlen_k;
+}
+
 // Rows that see keys [key_begin, key_end): key - hi <= row <= key - lo.
 __device__ __forceinline__ BlockRange query_blocks(const Params& params, int key_begin, int key_end, int block_m) {
   const int m = params.seqlen_q, last = key_end - 1;

@@ -8,8 +8,7 @@ namespace cuflash {
 
 // One warp of each CTA.
 __device__ __forceinline__ void clear_dq(const Params& params) {
-  const bool rows_see_keys = params.band_hi >= 0 && params.seqlen_q - 1 + params.band_lo < params.seqlen_k;
-  if (rows_see_keys) return;
+  if (all_rows_see_keys(params)) return;
   const int m_blocks = ceil_div(params.seqlen_q, kTile.block_m);
   for (int i = blockIdx.x; i < m_blocks * owned_count(params) * loop_count(params); i += gridDim.x) {
     const int row0 = i % m_blocks * kTile.block_m, at = i / m_blocks,
