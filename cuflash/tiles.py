@@ -188,7 +188,6 @@ class Tile:
             parts = self.value_parts
             barriers = 16 * (2 * (1 + parts) + self.stages + 1 + self.stages * parts) + 8 * SM90_WORKS
             work = SM90_WORKS * 36 + 24  # and what the producer is at
-            work += 8 * (self.warps - 4)  # and where a row of key_bias is
             nbytes = queries + (self.stages + 1) * k + self.stages * v + barriers + work
             return -(-nbytes // 1024) * 1024
         k, v = panels(self.block_n, self.head_dim), panels(self.block_n, self.value_dim)

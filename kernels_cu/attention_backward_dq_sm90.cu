@@ -37,6 +37,8 @@ constexpr bool kTakeTurns = kTile.stages > 1;
 // time, and late, as what it claims waits for all that it has before.
 constexpr int kBlocksAfterClaim = 2;
 constexpr bool kTerms = kKeyBias;
+// Weights of keys come while scores are formed, or, where there are no registers for that, dp.
+constexpr bool kEarlyKeys = kTerms && kTile.head_dim <= 192;
 static_assert(kSoftcap == kTerms, "one kernel serves all terms");
 static_assert(!kTerms || kTile.block_n == 64, "a lane has the weights of two keys");
 static_assert(kTile.block_m == kRows * kConsumers && kTile.warps == 4 * (kConsumers + 1));
@@ -89,7 +91,6 @@ struct SharedStorage {
   u64 work_read[kWorks];  // the record is there when q is
   TileWork work[kWorks];
   Filling filling;
-  i64 key_bias_row[4 * kConsumers];  // of each warp, at its batch position
 };
 static_assert(sizeof(SharedStorage) == kSmemBytes, "the tile table counts the same bytes");
 
@@ -208,6 +209,8 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
   int block;
   Scores s, dp;
   OwnRows rows;
+  i64 key_bias_row = 0;  // at the batch position
+  BlockKeys<kTile.block_n> keys;
   OperandA<kTile.block_n> ds;
 
   const auto await_rows = [&] { mbarrier_wait(smem.q_barriers[group].full, parity); };
@@ -233,20 +236,19 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
       issue_nt<kPartCols>(dp, smem.dout[own][part], 0, smem.v[v.stage][part], part == 0);
     }
   };
-  const auto start_rows = [&](int summed) {
-    if constexpr (kTerms) {
-      const volatile TileWork& work = smem.work[w.stage];
-      const i64 at = offset(params.key_bias_stride, batch_index(params, work.owned, summed));
-      if (lane_id() == 0) smem.key_bias_row[warp_id() - 4] = at;
-    }
+  // At a batch position among those that are summed.
+  const auto begin_keys = [&](int summed) {
+    const volatile TileWork& work = smem.work[w.stage];
+    key_bias_row = offset(params.key_bias_stride, batch_index(params, work.owned, summed));
+  };
+  const auto load_keys = [&] { keys.load(params, key_bias_row, block * kTile.block_n); };
+  const auto start_rows = [&] {
     rows.load(smem.rows[group].lse, smem.rows[group].delta);
     __syncwarp();  // before its first lane gives them up
   };
-  const auto key_bias_row = [&] { return *static_cast<const volatile i64*>(&smem.key_bias_row[warp_id() - 4]); };
   const auto scores_to_ds = [&] {
     const volatile TileWork& work = smem.work[w.stage];  // no registers are left to keep it in
-    BlockKeys<kTile.block_n> keys;                       // comes while products are formed
-    if constexpr (kTerms) keys.load(params, key_bias_row(), block * kTile.block_n);
+    if constexpr (kTerms && !kEarlyKeys) load_keys();
     wgmma_wait<kVParts>(s);
     const bool is_last = block == work.blocks.begin;
     if (is_last) release_by_warp(smem.q_barriers[group].empty);
@@ -310,9 +312,11 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
       wgmma_wait<1 + kVParts>(dq);
       release(empty);
     };
+    if constexpr (kTerms) begin_keys(0);
+    if constexpr (kEarlyKeys) load_keys();
     wgmma_wait<0>(s);
     wgmma_wait<0>(dp);
-    start_rows(0);
+    start_rows();
     scores_to_ds();
     for (int summed = loop_count(params);;) {
       const volatile BlockRange& blocks = smem.work[w.stage].blocks;
@@ -325,7 +329,9 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
       }
       --block;
       issue(true);
-      if (ends_rows) start_rows(loop_count(params) - summed);
+      if (kTerms && ends_rows) begin_keys(loop_count(params) - summed);
+      if constexpr (kEarlyKeys) load_keys();
+      if (ends_rows) start_rows();
       scores_to_ds();
     }
     const TileWork& work = smem.work[w.stage];
