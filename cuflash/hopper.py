@@ -279,9 +279,9 @@ TURN_NBYTES = 8
 
 
 @lru_cache(maxsize=4096)
-def backward(problem: Problem) -> Backward | None:
+def backward(problem: Problem, needs_dq: bool = True) -> Backward | None:
     """None where another kernel serves. The problem has values."""
-    tile = tiles.sm90_backward(problem.dtype, max(problem.d, problem.e))
+    tile = tiles.sm90_backward(problem.dtype, max(problem.d, problem.e), needs_dq)
     if tile is None or not _has_usual_cap(problem) or not all(follows(problem, name) for name in operands(problem)):
         return None
     batch, key_blocks = math.prod(problem.inner_batch), -(-problem.n // tile.block_n)
@@ -294,11 +294,13 @@ def backward(problem: Problem) -> Backward | None:
 
 
 @lru_cache(maxsize=4096)
-def split_backward(problem: Problem) -> SplitBackward | None:
-    """None where other kernels serve. The problem has values, and no score terms."""
+def split_backward(problem: Problem, plain: bool = True) -> SplitBackward | None:
+    """None where other kernels serve. The problem has values. ``plain``: as in `forward`."""
     dtype, d, e = problem.dtype, problem.d, problem.e
-    dq, dkv = tiles.sm90_backward_dq(dtype, d, e), tiles.sm90_backward_dkv(dtype, d, e)
-    if not (dq or dkv) or not all(follows(problem, name) for name in operands(problem)):
+    dq, dkv = tiles.sm90_backward_dq(dtype, d, e, plain), tiles.sm90_backward_dkv(dtype, d, e)
+    if not (dq or dkv) or not _has_usual_cap(problem):
+        return None
+    if not all(follows(problem, name) for name in operands(problem)):
         return None
     if math.prod(problem.inner_batch) * -(-max(problem.m, problem.n) // WARPGROUP_ROWS) > params.MAX_INT // 2:
         return None

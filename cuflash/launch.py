@@ -131,7 +131,7 @@ def workspace_nbytes(problem: Problem, operation: str) -> int:
     if families.hopper and problem.has_value:
         if whole := hopper.backward(problem):
             nbytes = max(nbytes, hopper.backward_scratch(problem, whole.sums).nbytes)
-        if is_plain(problem) and hopper.split_backward(problem):
+        if hopper.split_backward(problem, is_plain(problem)):
             nbytes = max(nbytes, hopper.backward_scratch(problem, None).nbytes)
     return nbytes
 
@@ -451,11 +451,12 @@ def _sm90_backward_kernels(
     problem: Problem, asked: tuple[str, ...]
 ) -> tuple[tuple[hopper.Backward | tiles.Tile, tuple[str, ...]], ...]:
     """Which kernels of the sm90 family compute which of the gradients that are asked for, none where others do."""
-    whole = hopper.backward(problem)
-    split = hopper.split_backward(problem) if is_plain(problem) else None
     of_keys = tuple(name for name in asked if name != "dq")
-    if whole and asked and (asked == of_keys or {"dk", "dv"} <= set(of_keys)):
+    together = "dq" in asked and {"dk", "dv"} <= set(of_keys)
+    whole = hopper.backward(problem, together)
+    if whole and (together or (asked and asked == of_keys)):
         return ((whole, asked),)
+    split = hopper.split_backward(problem, is_plain(problem))
     if split is None:
         return ()
     kernels: list[tuple[hopper.Backward | tiles.Tile | None, tuple[str, ...]]] = []
@@ -486,11 +487,16 @@ def _whole_backward_sm90(
     main = _over_tiles(
         problem, variant, layout, summed, names, vector, lambda _, owned: min(taken.sections, owned), maps
     )
-    bias_axes = _bias_axes(layout)
-    if not bias_axes:
-        return (main,)
-    sums = tiles.row_variant("attention_dkey_bias", problem.dtype, "strided", "90a", "sm90")
-    return main, prepare(problem, sums, layout, -(-problem.n // 32), bias_axes)
+    return main, *_sum_of_key_bias(problem, layout)
+
+
+def _sum_of_key_bias(problem: Problem, layout: memory.Layout) -> tuple[Launch, ...]:
+    """What sums dkey_bias over batch axes, where there are any."""
+    axes = _bias_axes(layout)
+    if not axes:
+        return ()
+    variant = tiles.row_variant("attention_dkey_bias", problem.dtype, "strided", "90a", "sm90")
+    return (prepare(problem, variant, layout, -(-problem.n // 32), axes),)
 
 
 def _axes_summed_by_blocks_of_keys(layout: memory.Layout, names: tuple[str, ...]) -> tuple[int, ...] | None:
@@ -514,22 +520,24 @@ def _split_backward_sm90(
     names: tuple[str, ...],
     own_bits: Mapping[str, int],
 ) -> tuple[Launch, ...]:
-    """The kernel for dq alone, or that for dk and dv. None where there is no such kernel, or the copy engine cannot
-    follow the arrays, or dk and dv are not summed alike."""
+    """The kernel for dq alone, or that for dk, dv and dkey_bias, and what sums dkey_bias. None of them where there is no
+    such kernel, or the copy engine cannot follow the arrays, or dk and dv are not summed alike."""
     maps = hopper.split_maps(problem, layout, tile) if tile else None
     if tile is None or maps is None:
         return ()
+    plain = is_plain(problem)
     summed: tuple[int, ...] | None
     if names == ("dq",):
         summed = memory.summed_axes(layout, "dq")
-        variant, sections = tiles.sm90_backward_dq_variant(problem.dtype, tile), hopper.dq_sections
+        variant, sections = tiles.sm90_backward_dq_variant(problem.dtype, tile, plain), hopper.dq_sections
     else:
         summed = _axes_summed_by_blocks_of_keys(layout, names)
-        variant, sections = tiles.sm90_backward_dkv_variant(problem.dtype, tile), hopper.dkv_sections
+        variant, sections = tiles.sm90_backward_dkv_variant(problem.dtype, tile, plain), hopper.dkv_sections
     if summed is None:
         return ()
-    vector = all(_is_vector(problem, layout, name, own_bits) for name in names)
-    return (_over_tiles(problem, variant, layout, summed, names, vector, sections, maps),)
+    vector = all(_is_vector(problem, layout, name, own_bits) for name in names if name in own_bits)
+    main = _over_tiles(problem, variant, layout, summed, names, vector, sections, maps)
+    return main, *(_sum_of_key_bias(problem, layout) if "dkey_bias" in names else ())
 
 
 def _is_vector(problem: Problem, layout: memory.Layout, name: str, own_bits: Mapping[str, int]) -> bool:

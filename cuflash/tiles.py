@@ -167,8 +167,9 @@ class Tile:
             slot = (
                 max(panels(self.block_m, self.head_dim), panels(self.block_m, self.value_dim)) + 4 * self.block_m + 16
             )
-            # p, twice, with barriers of four warps; barriers of K and V, and the work
+            # p, twice, with barriers of four warps; barriers of K and V, and the work; dkey_bias
             nbytes = keys + 2 * self.stages * slot + 2 * (4 * self.block_m * self.block_n + 4 * 16) + 2 * 16 + 3 * 32
+            nbytes += 4 * self.block_n
             return -(-nbytes // 1024) * 1024
         if operation == FUSED:
             keys = panels(self.block_n, self.head_dim) + panels(self.block_n, self.value_dim)
@@ -459,12 +460,13 @@ SM90_BACKWARD: dict[int, Tile] = {
 }
 """Rows of `FUSED` in the sm90 family, for 16 bits."""
 
+SM90_BACKWARD_KEYS: dict[int, Tile] = {d: SM90_BACKWARD[d] for d in (64, 128)}
+"""Those of them that have variants without dq, which is rarely asked for."""
+
 SM90_BACKWARD_DQ: tuple[Tile, ...] = tuple(
     Tile(d, e, 128, n, stages, 12)
     for d, e, n, stages in (
         (64, 64, 128, 4),
-        # 96 keys 4 to 11 percent behind
-        (96, 96, 128, 2),
         # 80 keys and three V up to 3 percent behind from S 2048 on
         (128, 128, 96, 2),
         # 80 keys and a single V 8 to 20 percent behind
@@ -550,6 +552,7 @@ SPILLS = {
     # keys.
     **{("16 bits", f"{FUSED}_sm90", d): 400 for d in (64, 96, 128)},
     **{("16 bits", f"{DQ}_sm90", d): 192 for d in (96, 256)},  # there likewise
+    ("16 bits", f"{DKV}_sm90", 256): 64,  # there likewise, with score terms
     ("float64", "attention_forward", 8): 96,  # addresses, once a block, on sm_100 and sm_120
     # By NVRTC 13.5 alone, and some targets.
     ("16 bits", "attention_forward", 256): 16,
@@ -791,24 +794,28 @@ def row_variant(
 
 
 SM90_TERMS: tuple[tuple[str, ...], ...] = ((), ("KeyBias",), ("Softcap",), ("Softcap", "KeyBias"))
-"""Score terms that forward and backward of the sm90 family are compiled with. Where a scale alone keeps a call from
-being plain, it takes key_bias, of zeros."""
+"""Score terms that calls of the sm90 family have. Where a scale alone keeps a call from being plain, it takes key_bias,
+of zeros."""
 
 
 def sm90_variant(dtype: str, tile: Tile, precision: str | None, terms: tuple[str, ...]) -> Variant:
-    """The kernel of what `sm90_forward` gives, with terms of `SM90_TERMS`."""
-    from cuflash.compile import Variant
+    """The kernel of what `sm90_forward` gives that serves terms of `SM90_TERMS`. For 16 bits without values, a softcap
+    alone takes key_bias, too, of zeros."""
+    from cuflash.compile import SCORE_TERMS, Variant
 
+    if terms == ("Softcap",) and tile.value_dim == 0 and kind(dtype) == "16 bits":
+        terms = SCORE_TERMS
     return Variant(
         "attention_forward", "sm90", "90a", dtype, dtype, tile, terms, "16", bool(terms), precision=precision
     )
 
 
-def sm90_backward(dtype: str, features: int) -> Tile | None:
+def sm90_backward(dtype: str, features: int, needs_dq: bool = True) -> Tile | None:
     """The tile of the sm90 family's backward for so many features at most, None where it has none."""
     if kind(dtype) != "16 bits":
         return None
-    return next((SM90_BACKWARD[d] for d in sorted(SM90_BACKWARD) if d >= features), None)
+    rows = SM90_BACKWARD if needs_dq else SM90_BACKWARD_KEYS
+    return next((rows[d] for d in sorted(rows) if d >= features), None)
 
 
 def sm90_backward_variant(
@@ -827,18 +834,22 @@ def sm90_backward_variant(
     return Variant(FUSED, "sm90", "90a", dtype, dtype, tile, terms, "16", bool(terms), ordered, needs_dq=needs_dq)
 
 
-def sm90_backward_dq(dtype: str, d: int, e: int) -> Tile | None:
+def sm90_backward_dq_rows(plain: bool) -> tuple[Tile, ...]:
+    """Those of `SM90_BACKWARD_DQ` that have a variant: with score terms not those for few features, where dq alone is
+    rarely asked for."""
+    return tuple(tile for tile in SM90_BACKWARD_DQ if plain or tile.head_dim > max(SM90_BACKWARD))
+
+
+def sm90_backward_dq(dtype: str, d: int, e: int, plain: bool = True) -> Tile | None:
     """The tile of the sm90 family's backward of queries alone, None where it has none."""
     if kind(dtype) != "16 bits":
         return None
-    return next((tile for tile in SM90_BACKWARD_DQ if tile.head_dim >= d and tile.value_dim >= e), None)
+    return next((t for t in sm90_backward_dq_rows(plain) if t.head_dim >= d and t.value_dim >= e), None)
 
 
-def sm90_backward_dq_variant(dtype: str, tile: Tile) -> Variant:
-    """The kernel of what `sm90_backward_dq` gives."""
-    from cuflash.compile import Variant
-
-    return Variant(DQ, "sm90", "90a", dtype, dtype, tile, (), "16", False)
+def sm90_backward_dq_variant(dtype: str, tile: Tile, plain: bool = True) -> Variant:
+    """The kernel of what `sm90_backward_dq` gives. One serves any score terms, as softcap is asked for at run time."""
+    return _sm90_split_variant(DQ, dtype, tile, plain)
 
 
 def sm90_backward_dkv(dtype: str, d: int, e: int) -> Tile | None:
@@ -848,11 +859,15 @@ def sm90_backward_dkv(dtype: str, d: int, e: int) -> Tile | None:
     return next((tile for tile in SM90_BACKWARD_DKV if tile.head_dim >= d and tile.value_dim >= e), None)
 
 
-def sm90_backward_dkv_variant(dtype: str, tile: Tile) -> Variant:
-    """The kernel of what `sm90_backward_dkv` gives."""
-    from cuflash.compile import Variant
+def sm90_backward_dkv_variant(dtype: str, tile: Tile, plain: bool = True) -> Variant:
+    """The kernel of what `sm90_backward_dkv` gives, likewise."""
+    return _sm90_split_variant(DKV, dtype, tile, plain)
 
-    return Variant(DKV, "sm90", "90a", dtype, dtype, tile, (), "16", False)
+
+def _sm90_split_variant(operation: str, dtype: str, tile: Tile, plain: bool) -> Variant:
+    from cuflash.compile import SCORE_TERMS, Variant
+
+    return Variant(operation, "sm90", "90a", dtype, dtype, tile, () if plain else SCORE_TERMS, "16", not plain)
 
 
 def sm90_few(operation: str, dtype: str, d: int) -> Variant | None:
@@ -872,17 +887,19 @@ def _sm90_variants() -> list[Variant]:
                 sizes = itertools.product(rows, (math.inf, 1))
                 wanted = [sm90_forward(dtype, precision, *size, capped="Softcap" in terms) for size in sizes]
                 wanted += SM90_LSE[kind_of, precision].values()
-                found += [sm90_variant(dtype, t, precision, terms) for t in dict.fromkeys(wanted) if t is not None]
+                found += [sm90_variant(dtype, t, precision, terms) for t in wanted if t is not None]
             if params.planes(dtype, precision) > 1:
                 found.append(row_variant("attention_planes", dtype, "strided", "90a", "sm90", precision))
     for dtype in (dtype for dtype in ITEMSIZE if kind(dtype) == "16 bits"):
-        calls = itertools.product(SM90_BACKWARD.values(), (True, False), SM90_TERMS, (True, False))
-        found += dict.fromkeys(sm90_backward_variant(dtype, *call) for call in calls)  # one may serve several
-        found += [sm90_backward_dq_variant(dtype, tile) for tile in SM90_BACKWARD_DQ]
-        found += [sm90_backward_dkv_variant(dtype, tile) for tile in SM90_BACKWARD_DKV]
+        for needs_dq, rows in ((True, SM90_BACKWARD), (False, SM90_BACKWARD_KEYS)):
+            calls = itertools.product(rows.values(), (True, False), SM90_TERMS, (needs_dq,))
+            found += [sm90_backward_variant(dtype, *call) for call in calls]
+        for plain in (True, False):
+            found += [sm90_backward_dq_variant(dtype, tile, plain) for tile in sm90_backward_dq_rows(plain)]
+            found += [sm90_backward_dkv_variant(dtype, tile, plain) for tile in SM90_BACKWARD_DKV]
         found.append(row_variant("attention_dkey_bias", dtype, "strided", "90a", "sm90"))
         found += [row_variant("attention_delta", dtype, load, "90a", "sm90") for load in ("16", "strided")]
-    return found
+    return list(dict.fromkeys(found))  # one may serve several
 
 
 @lru_cache

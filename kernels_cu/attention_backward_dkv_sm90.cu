@@ -6,8 +6,13 @@
 // with the same thread at the same place of p, which the first one leaves in shared memory for it. Each issues what it
 // adds to its gradient and its next product together: while these are formed, the other one works on its elements.
 // CTAs stay and claim one block of keys after another. A CTA sums dk and dv over the batch axes on which k and v
-// were broadcast, in a fixed order: no atomics.
+// were broadcast, in a fixed order: no atomics. dkey_bias it sums over query rows alone: key_bias may be broadcast on
+// other axes than k.
+//
+// With a softcap the first one leaves tanh in the place of p, and the second one, which needs that for the slope, forms
+// p again: the same bytes go through shared memory.
 #include "gemm_sm90.cuh"
+#include "terms_backward_sm90.cuh"
 #include "key_work_sm90.cuh"
 #include "mask.cuh"
 #include "pipeline_sm90.cuh"
@@ -19,12 +24,15 @@
 
 namespace cuflash {
 
-// Of each thread: all of 504.
-constexpr int kProducerRegisters = 40, kConsumerRegisters = (504 - kProducerRegisters) / 2;
+// Of each thread: all of 504. Score terms beside sums of 256 columns leave the producer what it can do with.
+constexpr int kProducerRegisters = kKeyBias && kTile.head_dim > 192 ? 24 : 40,
+              kConsumerRegisters = (504 - kProducerRegisters) / 2;
 constexpr int kSlots = 2 * kTile.stages;
 constexpr int kExchanges = 2;
 constexpr int kWarps = 4;  // of a warpgroup
 static_assert(kTile.stages > 1, "dO of a step takes the slot of Q of another, which is held until the step after");
+constexpr bool kTerms = kKeyBias;
+static_assert(kSoftcap == kTerms, "one kernel serves all terms");
 static_assert(kTile.block_m == 64 && kTile.block_n == 64 && kTile.warps == 3 * kWarps);
 static_assert(kRowPadding % kTile.block_m == 0, "tiles of row vectors load whole");
 
@@ -66,8 +74,9 @@ struct alignas(16) Exchange {
   }
   __device__ __forceinline__ void load(Scores& p) const {
 #pragma unroll
-    for (int n = 0; n < kTile.block_m / 8; ++n) ld_shared(p.x[0][n], address() + 512 * n);
+    for (int n = 0; n < kTile.block_m / 8; ++n) load(p.x[0][n], n);
   }
+  __device__ __forceinline__ void load(float (&p)[4], int n) const { ld_shared(p, address() + 512 * n); }
 };
 
 struct SharedStorage {
@@ -78,6 +87,7 @@ struct SharedStorage {
   alignas(16) float rows[kSlots][kTile.block_m];  // lse beside Q, delta beside dO
   BufferBarriers k_barriers, v_barriers, slot_barriers[kSlots], exchange_barriers[kExchanges][kWarps];
   KeyWork work[kWorks];  // there when K or V is
+  KeySums dkey_bias;
 };
 static_assert(sizeof(SharedStorage) == kSmemBytes, "the tile table counts the same bytes");
 
@@ -162,6 +172,8 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
       issue_nt<kDepth>(s, smem.v, 0, smem.slots[factor_slot()].dout);
     }
   };
+  Tangent tangent(params);
+  LaneKeys keys(smem.dkey_bias);
   TileState tile;
   // Whether there is a tile. Its first product is issued in any case: under a condition, the compiler would wait for
   // each part of it. Where there is none it is of what lies in shared memory, and nobody looks.
@@ -180,39 +192,79 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
     Fragment<1, kCols> sums;
     sums.clear();
     wgmma_wait<0>(s);
+    const auto begin_keys = [&](int summed) {
+      const BatchIndex batch = batch_index(params, work.owned, summed);
+      if constexpr (kOfValues) {
+        keys.load(params, batch, key0 + warp_key0);
+      } else {
+        keys.begin(params, batch, key0 + warp_key0);
+      }
+    };
+    const auto finish_keys = [&](int summed) {
+      if (!kOfValues && (params.need & kNeedKeyBias))
+        keys.store_gradient(params, batch_index(params, work.owned, summed), key0 + warp_key0);
+    };
     if (work.steps == 0) {
+      if constexpr (kTerms && !kOfValues) {
+#pragma unroll 1
+        for (int summed = 0; summed < loop_count(params); ++summed) begin_keys(summed), finish_keys(summed);
+      }
       release(own_barriers.empty);
     } else {
       Step step(work);
       int left = work.steps;
+      if constexpr (kTerms) begin_keys(0);
       while (true) {
         if (left == 1) release(own_barriers.empty);
         const float* rows = smem.rows[factor_slot()];
         // Each when it is wanted: read before the product is waited for, all of it took 8 to 14 percent.
         const LaneColumns<kTile.block_m, false> of_rows(rows);
+        const int row0 = step.block * kTile.block_m;
+        const bool masked = !work.rows.is_full(step.block) || key0 + kTile.block_n > params.seqlen_k;
+        const bool large = kOfValues && any_is_large<kTile.block_m>(rows);
         BufferBarriers& barriers = smem.exchange_barriers[exchange.stage][warp];
         const Exchange& exchanged = smem.exchange[exchange.stage][warp];
+        OperandA<kTile.block_m> operand;
         if constexpr (kOfValues) {
-          const int row0 = step.block * kTile.block_m;
-          const bool masked = !work.rows.is_full(step.block) || key0 + kTile.block_n > params.seqlen_k;
-          if (masked) {
-            mask_by_row_limits(s, params, key0 + warp_key0, row0);
+          if (is_capped(params)) {
+            tangent.apply<false, 32>(s, large);
+          } else if constexpr (kTerms) {
+            keys.add(s, params.scale);
+          }
+          if (masked || (kTerms && keys.any_is_absent())) {
+            mask_by_row_limits(s, params, key0 + warp_key0, row0, [&](int r) { return kTerms && keys.is_absent(r); });
             mask_beyond_length(s, params, row0);
           }
-          if (any_is_large<kTile.block_m>(rows)) {
-            large_scores_to_p(s, params, of_rows);
+          if (is_capped(params)) {
+            tanh_to_p(s, params, rows, large, keys, operand);
           } else {
-            scores_to_p(s, params, of_rows);
+            if (large) {
+              large_scores_to_p(s, params, of_rows);
+            } else {
+              scores_to_p(s, params, of_rows);
+            }
+            operand.from(s);
           }
         } else {
-          Scores p;
           mbarrier_wait(barriers.full, exchange.parity);
-          exchanged.load(p);
-          dp_to_ds(s, p, of_rows);
-          release(barriers.empty);
+          if (is_capped(params)) {
+            await_slot(sum_slot());  // lse lies beside Q
+            const float* lse = smem.rows[sum_slot()];
+            const auto load_tanh = [&](float (&tanh)[4], int n) { exchanged.load(tanh, n); };
+            tanh_to_ds(load_tanh, s, params, lse, rows, any_is_large<kTile.block_m>(lse), keys, operand);
+            release(barriers.empty);
+          } else {
+            Scores p;
+            exchanged.load(p);
+            if constexpr (kTerms) {
+              dp_to_ds(s, p, of_rows, keys);
+            } else {
+              dp_to_ds(s, p, of_rows);
+            }
+            release(barriers.empty);
+            operand.from(s);
+          }
         }
-        OperandA<kTile.block_m> operand;
-        operand.from(s);
         release(smem.slot_barriers[factor_slot()].empty);
         await_slot(sum_slot());
         u64& sum_empty = smem.slot_barriers[sum_slot()].empty;
@@ -227,7 +279,10 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
         }
         exchange.next();
         slot.next();
-        step.next(work);
+        if (step.next(work) && kTerms) {
+          finish_keys(step.summed - 1);
+          if (left > 1) begin_keys(step.summed);
+        }
         if (--left == 0) {
           wgmma_wait<0>(sums);
           release(sum_empty);

@@ -3,7 +3,8 @@
 //   s = Q K^T,  dp = dO V^T,  p = exp(s - lse),  ds = p (dp - delta),  dQ += ds K.
 // The last product of a block is issued with the first two of the next, also of the next tile: K is in use for a step
 // more than V, and has a buffer more. The last product comes first, so that its K is given up early. CTAs stay and take
-// one tile after another. A CTA sums over the batch axes on which q was broadcast, in a fixed order: no atomics.
+// one tile after another. A CTA sums over the batch axes on which q was broadcast, in a fixed order: no atomics. Score
+// terms are those of terms_rows_sm90.cuh.
 #include "gemm_sm90.cuh"
 #include "blocks.cuh"
 #include "dq_clear_sm90.cuh"
@@ -13,8 +14,8 @@
 #include "ptx/barrier.cuh"
 #include "ptx/grid.cuh"
 #include "ptx/registers.cuh"
-#include "recompute_rows_sm90.cuh"
 #include "store_direct.cuh"
+#include "terms_rows_sm90.cuh"
 
 namespace cuflash {
 
@@ -35,6 +36,11 @@ constexpr bool kTakeTurns = kTile.stages > 1;
 // A CTA claims its next tile when so many blocks of this one are still to be copied: early enough to be answered in
 // time, and late, as what it claims waits for all that it has before.
 constexpr int kBlocksAfterClaim = 2;
+constexpr bool kTerms = kKeyBias;
+// Weights of keys come while scores are formed, or, where there are no registers for that, dp.
+constexpr bool kEarlyKeys = kTerms && kTile.head_dim <= 192;
+static_assert(kSoftcap == kTerms, "one kernel serves all terms");
+static_assert(!kTerms || kTile.block_n == 64, "a lane has the weights of two keys");
 static_assert(kTile.block_m == kRows * kConsumers && kTile.warps == 4 * (kConsumers + 1));
 static_assert(kRowPadding % kTile.block_m == 0, "tiles of row vectors load whole");
 
@@ -201,6 +207,8 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
   int block;
   Scores s, dp;
   OwnRows rows;
+  i64 key_bias_row = 0;  // at the batch position
+  BlockKeys<kTile.block_n> keys;
   OperandA<kTile.block_n> ds;
 
   const auto await_rows = [&] { mbarrier_wait(smem.q_barriers[group].full, parity); };
@@ -226,18 +234,41 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
       issue_nt<kPartCols>(dp, smem.dout[own][part], 0, smem.v[v.stage][part], part == 0);
     }
   };
+  // At a batch position among those that are summed.
+  const auto begin_keys = [&](int summed) {
+    const volatile TileWork& work = smem.work[w.stage];
+    key_bias_row = offset(params.key_bias_stride, batch_index(params, work.owned, summed));
+  };
+  const auto load_keys = [&] { keys.load(params, key_bias_row, block * kTile.block_n); };
   const auto start_rows = [&] {
     rows.load(smem.rows[group].lse, smem.rows[group].delta);
     __syncwarp();  // before its first lane gives them up
   };
   const auto scores_to_ds = [&] {
     const volatile TileWork& work = smem.work[w.stage];  // no registers are left to keep it in
+    if constexpr (kTerms && !kEarlyKeys) load_keys();
     wgmma_wait<kVParts>(s);
     const bool is_last = block == work.blocks.begin;
     if (is_last) release_by_warp(smem.q_barriers[group].empty);
+    if constexpr (kTerms) {
+      if (is_capped(params)) {
+        Tangent(params).apply<false, 16>(s, rows.any_is_large);
+      } else {
+        keys.add(s, params.scale);
+      }
+      if (keys.any_is_absent()) keys.mask_absent(s);
+    }
     if (block < work.blocks.full_begin || block >= work.blocks.full_end)
       mask_by_limits(s, params, work.row0 + warp_row0, block * kTile.block_n);
-    rows.scores_to_p(s, params);
+    if constexpr (kTerms) {
+      if (is_capped(params)) {
+        keys.tanh_to_p(s, params, rows);
+      } else {
+        rows.scores_to_p(s, params);
+      }
+    } else {
+      rows.scores_to_p(s, params);
+    }
     const auto release_part = [&](int part) {
       release(smem.v_barriers[v.stage][part].empty);
       if (is_last) release_by_warp(smem.dout_barriers[group][part].empty);
@@ -279,6 +310,8 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
       wgmma_wait<1 + kVParts>(dq);
       release(empty);
     };
+    if constexpr (kTerms) begin_keys(0);
+    if constexpr (kEarlyKeys) load_keys();
     wgmma_wait<0>(s);
     wgmma_wait<0>(dp);
     start_rows();
@@ -294,6 +327,8 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
       }
       --block;
       issue(true);
+      if (kTerms && ends_rows) begin_keys(loop_count(params) - summed);
+      if constexpr (kEarlyKeys) load_keys();
       if (ends_rows) start_rows();
       scores_to_ds();
     }

@@ -92,9 +92,13 @@ PROBLEMS = (
     Problem(300, 400, 64, 64, options={"softcap": 5.0}),
     Problem(200, 300, 128, 128, heads=4, key_bias=True, options={"grouped_heads": True}),
     Problem(200, 300, 96, 96, key_bias=True, options={"softcap": 5.0, "causal": True, "align": "bottom-right"}),
-    # And by two kernels.
+    # Above 128 features by two kernels.
     Problem(200, 300, 192, 128, options={"causal": True, "align": "bottom-right"}),
-    Problem(300, 200, 256, 256, dtype="bfloat16", heads=4, options={"grouped_heads": True}),
+    Problem(150, 200, 192, 128, heads=4, key_bias=True, options={"grouped_heads": True}),
+    Problem(150, 200, 192, 192, options={"softcap": 5.0, "causal": True, "align": "bottom-right"}),
+    Problem(
+        150, 200, 256, 256, dtype="bfloat16", heads=4, key_bias=True, options={"softcap": 5.0, "grouped_heads": True}
+    ),
 )
 FAMILIES = ("sm90", "sm80", "sm75")
 TOLERANCE = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 1e-4, "tf32": 1e-2, "float64": 1e-11}

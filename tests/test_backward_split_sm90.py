@@ -22,8 +22,9 @@ from checks import (
 from gpu_cases import Case, cases
 from hypothesis import event, given
 from hypothesis import strategies as st
-from test_backward_sm90 import BANDS, both_dtypes, in_16_bits
+from test_backward_sm90 import BANDS, OWN, SCORE_TERMS, aligned, both_dtypes, check_terms, in_16_bits, weights
 from test_gpu import examples, hopper_kernels, plain
+from test_gpu import needs as gradients_needed
 
 import cuflash
 from cuflash import needs, tiles
@@ -252,9 +253,7 @@ def test_replays_of_a_graph(own_workspace: bool) -> None:
 @pytest.mark.parametrize(
     ("what", "changes"),
     [
-        ("softcap", {"options": {"softcap": 3.0}}),
-        ("key_bias", {"key_bias": (270,)}),
-        ("a negative scale", {"options": {"scale": -0.1}}),
+        ("a softcap near the end of float32", {"options": {"softcap": 1e21}}),
         ("float32", {"dtype": "float32"}),
         ("rows that do not begin at whole 16 bytes", {"q": (3, 200, 132), "k": (3, 270, 132)}),
         ("rows backwards", {"layouts": {"k": Layout(steps=(1, -1, 1))}}),
@@ -268,14 +267,147 @@ def test_others_go_to_the_portable_kernels(what: str, changes: dict[str, Any]) -
     assert not taken(launched), what
 
 
+@examples(400)
+@given(
+    case=cases("sm80", with_layouts=False).map(aligned).map(wide),
+    has_dlse=st.booleans(),
+    need=gradients_needed,
+)
+def test_drawn_calls_with_score_terms(case: Case, has_dlse: bool, need: tuple[str, ...] | None) -> None:
+    with hopper_kernels("name") as launched:
+        check_backward(BACKEND, case, "sm90", need, True, has_dlse)
+    event(f"taken: {len(taken(launched))}")
+
+
+BOTH = frozenset({DQ, DKV})
+
+
+@both_dtypes
+@pytest.mark.parametrize(("d", "e"), [(256, 256), (192, 192), (192, 128)])
+@pytest.mark.parametrize("terms", SCORE_TERMS, ids=str)
+def test_score_terms(dtype: str, terms: dict[str, Any], d: int, e: int) -> None:
+    """Lengths that no block divides, a block of keys and several, scores beyond each series' limit."""
+    for band in BANDS:
+        for heads, m, n, wide in ((2, 200, 300, 1.0), (2, 70, 90, 4.0), (1, 1, 300, 1.0)):
+            check_terms(dtype, (heads, m, d), (heads, n, d), (heads,), terms | band, wide=wide, e=e, kernels=BOTH)
+
+
 @pytest.mark.parametrize("d", [192, 256])
-def test_scores_beyond_the_fraction_of_a_float(d: int) -> None:
-    """Scores of 4e9 in some rows, beside small ones in the same tile: p is 1 in all, as there is one key."""
+@pytest.mark.parametrize("options", BANDS, ids=str)
+@pytest.mark.parametrize(
+    ("q", "k", "bias", "grouped"),
+    [
+        ((3, 4), (3, 4), (), False),
+        ((3, 4), (3, 4), (3, 1), False),
+        ((5, 3), (), (3,), False),
+        ((2, 6), (2, 2), (2, 6), True),
+        ((2, 6), (2, 2), (6,), True),
+        ((2, 3, 2), (2, 1, 2), (3, 1), False),
+    ],
+    ids=str,
+)
+def test_dkey_bias_is_summed_over_the_axes_that_key_bias_lacks(
+    q: tuple[int, ...], k: tuple[int, ...], bias: tuple[int, ...], grouped: bool, options: dict[str, Any], d: int
+) -> None:
+    """Whichever dk and dv are summed over, with a softcap and without."""
+    options = options | {"key_bias": "some absent"} | ({"grouped_heads": True} if grouped else {})
+    for more in ({}, {"softcap": 3.0}):
+        check_terms("bfloat16", (*q, 100, d), (*k, 150, d), bias, options | more, kernels=BOTH)
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}], ids=str)
+@pytest.mark.parametrize(
+    ("q", "k", "v"), [((), (3,), (3,)), ((3,), (), (3,)), ((3,), (3,), ()), ((2, 1), (1, 3), (2, 3))], ids=str
+)
+def test_gradients_are_summed_over_axes_of_their_own_with_score_terms(
+    q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    for bias in ((), (3,)):
+        shapes = ((*q, 200, 192), (*k, 270, 192), (*v, 270, 128))
+        case = Case("bfloat16", *shapes, (*bias, 270), options | BANDS[1], {}, "normal", 11)
+        with hopper_kernels("name") as launched:
+            check_backward(BACKEND, case, "sm90", None, True, True)
+        assert taken(launched) == BOTH
+
+
+@pytest.mark.parametrize("d", [192, 256])
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"window": (0, 0), "align": 150}], ids=str)
+def test_without_keys_that_have_a_weight(d: int, options: dict[str, Any]) -> None:
+    """Gradients are 0, and none is NaN: heads without any such key, and keys that no row sees."""
+    rng = np.random.default_rng(22)
+    q, k, v, do = (normal(rng, (3, 200, d), "float16") for _ in range(4))
+    key_bias = rng.standard_normal((3, 200)).astype(np.float32)
+    key_bias[1] = -np.inf
+    arrays = [put(BACKEND, x) for x in (q, k, v)]
+    more = {"key_bias": put(BACKEND, key_bias), **options}
+    with hopper_kernels("name") as launched:
+        o, lse = cuflash.attention(*arrays, return_lse=True, **more)
+        got = cuflash.attention_backward(put(BACKEND, do), *arrays, o, lse, **more)
+    assert taken(launched) == BOTH
+    wanted = expect(q, k, v, do, family="sm90", key_bias=key_bias, **options)
+    for name, gradient in zip(("dq", "dk", "dv", "dkey_bias"), map(BACKEND.get, got), strict=True):
+        wanted[name].check(gradient)
+        assert not gradient[1].any(), name
+
+
+@pytest.mark.parametrize("d", [192, 256])
+@pytest.mark.parametrize("terms", [*SCORE_TERMS[4:], {"softcap": 2.0}], ids=str)
+def test_some_of_the_gradients_with_score_terms(terms: dict[str, Any], d: int) -> None:
+    for need in (("q",), ("k",), ("v",), ("key_bias",), ("q", "key_bias"), ("q", "k", "v")):
+        if "key_bias" in need and "key_bias" not in terms:
+            continue
+        kernels = ({DQ} if "q" in need else set()) | ({DKV} if {*need} - {"q"} else set())
+        for q, k, grouped in (((3,), (3,), False), ((6,), (2,), True)):
+            options = terms | BANDS[1] | ({"grouped_heads": True} if grouped else {})
+            check_terms("float16", (*q, 140, d), (*k, 200, d), (), options, need, kernels=frozenset(kernels))
+
+
+@pytest.mark.parametrize("d", [40, 64, 96, 128])
+@pytest.mark.parametrize("terms", SCORE_TERMS, ids=str)
+def test_dq_without_dk_or_dv_has_a_kernel_with_score_terms(terms: dict[str, Any], d: int) -> None:
+    for need, kernels in ((("q",), {DQ}), (("q", "k"), {DQ, OWN}), (("q", "v"), {DQ, OWN})):
+        for band in BANDS:
+            check_terms("float16", (2, 140, d), (2, 200, d), (2,), terms | band, need, kernels=frozenset(kernels))
+
+
+@pytest.mark.parametrize("d", [192, 256])
+@pytest.mark.parametrize(
+    "terms", [{"softcap": 20.0}, {"key_bias": "some absent"}, {"softcap": 20.0, "key_bias": "weights"}], ids=str
+)
+def test_the_same_bits_every_time_with_score_terms(terms: dict[str, Any], d: int) -> None:
+    """With sums of dkey_bias over heads, too."""
+    rng = np.random.default_rng(23)
+    q, k, v, do = (put(BACKEND, normal(rng, (40, 900, d), "bfloat16")) for _ in range(4))
+    options: dict[str, Any] = {"causal": True, **terms}
+    if "key_bias" in terms:
+        options["key_bias"] = put(BACKEND, weights(rng, (900,), terms["key_bias"]))
+    with hopper_kernels("name") as launched:
+        o, lse = cuflash.attention(q, k, v, return_lse=True, **options)
+
+        def bits() -> list[Any]:
+            found = cuflash.attention_backward(do, q, k, v, o, lse, **options)
+            return [x.view(bits_dtype(x.dtype)) for x in found]
+
+        first = bits()
+        for _ in range(50):
+            assert all(bool((x == y).all()) for x, y in zip(first, bits(), strict=True))
+    assert taken(launched) == BOTH
+
+
+@pytest.mark.parametrize("d", [192, 256])
+@pytest.mark.parametrize(
+    "terms", [{}, {"key_bias": 3.0}, {"softcap": 1e9}, {"softcap": 1e9, "key_bias": 3.0}, {"softcap": 1e12}], ids=str
+)
+def test_scores_beyond_the_fraction_of_a_float(terms: dict[str, float], d: int) -> None:
+    """Scores of up to 4e9 in some rows, beside small ones in the same tile: p is 1 in all, as there is one key."""
     rng = np.random.default_rng(16)
     q = np.where(np.arange(300)[:, None] % 3 == 1, 20001.0, rng.standard_normal((300, d))).astype(np.float16)
     k = np.full((1, d), 20001, np.float16)
     v, do = np.ones((1, d), np.float16), np.ones((300, d), np.float16)
+    options: dict[str, Any] = dict(terms)
+    if "key_bias" in terms:
+        options["key_bias"] = np.full(1, terms["key_bias"], np.float32)
     with hopper_kernels("name") as launched:
-        got = run(BACKEND, q, k, v, do)
+        got = run(BACKEND, q, k, v, do, **options)
     assert taken(launched) == {DQ, DKV}
     assert (got.dv == 300).all() and np.isfinite(got.dq).all() and np.isfinite(got.dk).all()

@@ -187,6 +187,7 @@ def test_scratch_of_gradients_holds_row_vectors_sums_and_counters(d: int) -> Non
         tiles.sm90_backward_variant("float16", taken.tile, True, terms, needs_dq)
         for terms in tiles.SM90_TERMS
         for needs_dq in (True, False)
+        if needs_dq or d in tiles.SM90_BACKWARD_KEYS
     ]
     assert all(0 < variant.smem_bytes <= tiles.SMEM_LIMIT["90a"] for variant in variants)
     rows, blocks = 3 * memory.padded_rows(1000), -(-1000 // taken.tile.block_m)
@@ -224,8 +225,12 @@ def test_kernels_for_some_of_the_gradients_have_row_vectors_and_a_count(d: int, 
     assert taken is not None and taken.dq is not None and taken.dkv is not None
     assert (taken.dkv.head_dim, taken.dkv.value_dim) == tile
     for variant in (
-        tiles.sm90_backward_dq_variant("float16", taken.dq),
-        tiles.sm90_backward_dkv_variant("float16", taken.dkv),
+        of_tile("float16", tile, plain)
+        for of_tile, tile in (
+            (tiles.sm90_backward_dq_variant, taken.dq),
+            (tiles.sm90_backward_dkv_variant, taken.dkv),
+        )
+        for plain in (True, False)
     ):
         assert 0 < variant.smem_bytes <= tiles.SMEM_LIMIT["90a"] and variant.maps == 4
     rows, counts = 3 * memory.padded_rows(1000), hopper.CLAIMS_NBYTES
@@ -253,6 +258,8 @@ def test_gradients_of_other_features_and_dtypes_are_for_other_kernels() -> None:
     for d, tile in ((8, 64), (64, 64), (72, 96), (104, 128), (128, 128)):
         taken = hopper.backward(of_shape(100, 90, d, np.float16))
         assert taken is not None and taken.tile.head_dim == tile
+        without_dq = hopper.backward(of_shape(100, 90, d, np.float16), needs_dq=False)
+        assert without_dq is not None and without_dq.tile.head_dim == (64 if tile == 64 else 128)
 
 
 @pytest.mark.parametrize("tile", tiles.SM90_BACKWARD_DQ, ids=lambda tile: f"{tile.head_dim}-{tile.value_dim}")
@@ -264,10 +271,12 @@ def test_a_tile_for_dq_alone_fits_and_leaves_registers(tile: tiles.Tile) -> None
 
 
 def test_dq_alone_takes_the_narrowest_tile() -> None:
-    for d, e, wanted in ((8, 64, (64, 64)), (72, 40, (96, 96)), (128, 8, (128, 128)), (192, 128, (192, 128)),
+    for d, e, wanted in ((8, 64, (64, 64)), (72, 40, (128, 128)), (128, 8, (128, 128)), (192, 128, (192, 128)),
                          (136, 136, (192, 192)), (40, 256, (256, 256)), (256, 256, (256, 256))):  # fmt: skip
         tile = tiles.sm90_backward_dq("bfloat16", d, e)
         assert tile is not None and (tile.head_dim, tile.value_dim) == wanted
+        with_terms = tiles.sm90_backward_dq("bfloat16", d, e, plain=False)
+        assert with_terms is not None and (with_terms.head_dim, with_terms.value_dim) == max(wanted, (192, 128))
     assert tiles.sm90_backward_dq("float16", 257, 64) is None
     assert tiles.sm90_backward_dq("float32", 64, 64) is None
 
@@ -299,6 +308,7 @@ def test_caps_at_the_ends_of_float32_are_for_other_kernels() -> None:
     for cap, scale in ((1e-21, None), (1e21, None), (1e-19, 30.0), (1e-3, -3e17)):
         described = of_shape(4096, 4096, 64, np.float16, softcap=cap, scale=scale)
         assert hopper.forward(described, SMS, False) is None and hopper.backward(described) is None, (cap, scale)
+        assert hopper.split_backward(of_shape(4096, 4096, 192, np.float16, softcap=cap, scale=scale), False) is None
 
 
 def test_a_problem_has_the_terms_that_it_asks_for() -> None:
@@ -313,6 +323,16 @@ def test_a_problem_has_the_terms_that_it_asks_for() -> None:
         described = of_shape(100, 100, 64, np.float16, **options)
         assert launch._sm90_terms(described, launch.is_plain(described)) == terms
         assert terms in tiles.SM90_TERMS
+
+
+def test_lse_alone_of_a_softcap_in_16_bits_takes_weights_of_0() -> None:
+    for dtype in ("bfloat16", "float32"):
+        for has_value in (True, False):
+            tile = tiles.sm90_forward(dtype, None, 64, has_value=has_value, capped=True)
+            assert tile is not None
+            both = dtype == "bfloat16" and not has_value
+            scores = tiles.sm90_variant(dtype, tile, None, ("Softcap",)).scores
+            assert scores == (("Softcap", "KeyBias") if both else ("Softcap",))
 
 
 @pytest.mark.parametrize(("kind", "precision"), list(tiles.SM90_FORWARD))

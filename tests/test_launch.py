@@ -533,15 +533,7 @@ def test_gradients_of_16_bits_have_a_kernel_on_hopper(
     ("what", "q", "k", "v", "options"),
     [
         ("a softcap near the end of float32", half(20, 64), half(27, 64), half(27, 64), {"softcap": 1e21}),
-        ("many features, softcap", half(20, 136), half(27, 136), half(27, 64), {"softcap": 3.0}),
-        (
-            "many features, key_bias",
-            half(20, 136),
-            half(27, 136),
-            half(27, 64),
-            {"key_bias": on_gpu(np.zeros(27, np.float32))},
-        ),
-        ("many features, scale", half(20, 136), half(27, 136), half(27, 64), {"scale": -1.0}),
+        ("the same of many features", half(20, 136), half(27, 136), half(27, 64), {"softcap": 1e21}),
         ("many features, rows backwards", half(20, 136, layout=Layout(steps=(-1, 1))), half(27, 136), half(27, 64), {}),
         ("rows that end within 16 bytes", half(20, 36), half(27, 36), half(27, 64), {}),
         ("broadcast q", half(20, 64), half(3, 27, 64), half(3, 27, 64), {}),
@@ -562,8 +554,6 @@ def test_gradients_of_16_bits_have_a_kernel_on_hopper(
             *map(half, (20, 27, 27), (64,) * 3),
             {"out": (None, None, half(27, 64, layout=Layout(steps=(1, 2))))},
         ),
-        ("no dk, softcap", half(20, 64), half(27, 64), half(27, 64), {"need": ("q", "v"), "softcap": 3.0}),
-        ("dq alone, scale", half(20, 64), half(27, 64), half(27, 64), {"need": ("q",), "scale": -1.0}),
     ],
 )
 def test_other_gradients_are_the_portable_kernels_on_hopper(
@@ -658,6 +648,59 @@ def test_score_terms_have_gradients_on_hopper(
         assert device.grids[-1] == 1
         at = 8 * (len(params.TENSORS) + params.SCRATCH.index("partials"))
         assert int.from_bytes(device.parameters[at : at + 8], "little") % 16 == 0 != device.parameters[at : at + 8]
+
+
+OF_FEW = half(3, 20, 64), half(3, 27, 64), half(3, 27, 64)
+OF_MANY = half(3, 20, 192), half(3, 27, 192), half(3, 27, 128)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "need", "kernels"),
+    [
+        (OF_MANY, None, ("dkv", "dq")),
+        (OF_MANY, ("q",), ("dq",)),
+        (OF_MANY, ("v",), ("dkv",)),
+        (OF_FEW, ("q",), ("dq",)),
+        (OF_FEW, ("q", "v"), ("dqkv", "dq")),
+    ],
+)
+@pytest.mark.parametrize("options", [{"softcap": 3.0}, {"scale": -1.0}, {"softcap": 0.1, "scale": 0.0}], ids=str)
+def test_one_of_each_kernel_for_some_of_the_gradients_serves_all_terms_on_hopper(
+    device: Pretended, arrays: Any, need: Any, kernels: Any, options: dict[str, Any]
+) -> None:
+    """dq of few features in the tile for 192."""
+    device.become("sm90", "90a")
+    device.launched.clear()
+    gradients_of(*arrays, need=need, **options)
+    _, *mains = device.launched
+    assert [(x.operation, x.family) for x in mains] == [(f"attention_backward_{kernel}", "sm90") for kernel in kernels]
+    assert all(x.scores == ("Softcap", "KeyBias") for x in mains if x.operation != tiles.FUSED)
+    assert all((x.tile.head_dim, x.tile.value_dim) == (192, 128) for x in mains if x.operation == tiles.DQ)
+
+
+@pytest.mark.parametrize("bias", [(3, 27), (27,), (1, 27)], ids=str)
+@pytest.mark.parametrize("need", [None, ("key_bias",), ("q", "k", "v"), ("v", "key_bias")], ids=str)
+def test_the_kernel_for_dk_and_dv_sums_dkey_bias_on_hopper(device: Pretended, need: Any, bias: Any) -> None:
+    """And another one sums that over axes which key_bias lacks."""
+    device.become("sm90", "90a")
+    device.launched.clear()
+    needed: list[int] = []
+    prepare = launch.prepare
+
+    def recorded(*of: Any, **more: Any) -> Any:
+        needed.append(more.get("need", 0))
+        return prepare(*of, **more)
+
+    launch._plan_backward_sm90.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "prepare", recorded)
+        gradients_of(*OF_MANY, need=need, key_bias=float32(*bias))
+    names = [x.operation for x in device.launched]
+    asked = need is None or "key_bias" in need
+    assert {x.family for x in device.launched} == {"sm90"}
+    assert sum(need & params.NEED_KEY_BIAS > 0 for need in needed) == asked
+    assert names.count("attention_dkey_bias") == (asked and bias != (3, 27))
+    assert names.count(tiles.DKV) == 1
 
 
 @pytest.mark.parametrize("need", [("k", "v"), ("k",), ("v",), ("key_bias",), ("v", "key_bias")], ids=str)

@@ -3,6 +3,8 @@
 // Scores are formed as the forward forms them (terms_sm90.cuh): fma(s, scale, bias) with key_bias alone; with softcap
 // tanh(x), which is what is kept of a score, and with both fma(tanh(x), cap, bias). From tanh to p and ds is one pass:
 // there are registers for tanh beside dp, not for p and the slope. A masked score is -inf, tanh likewise.
+//
+// Kernels for some of the gradients serve any terms: whether there is a softcap is asked at run time (is_capped).
 #pragma once
 #include "gemm_sm90.cuh"
 #include "locate.cuh"
@@ -12,6 +14,8 @@
 
 namespace cuflash {
 
+__device__ __forceinline__ bool is_capped(const Params& params) { return kSoftcap && params.softcap != 0; }
+
 // Sums of ds for the gradient of key_bias, of the 16 keys of each consumer warp, which no other touches.
 struct KeySums {
   float of_warp[kTile.block_n / 16][16];
@@ -19,6 +23,8 @@ struct KeySums {
 
 // key_bias of a lane's two keys, and the sums of its warp.
 struct LaneKeys {
+  // Of the warps that sum, which are the last.
+  static constexpr int kFirstThread = 32 * (kTile.warps - kTile.block_n / 16);
   float bias[2];
   KeySums& sums;
 
@@ -27,7 +33,7 @@ struct LaneKeys {
   // f(row slot, sum, key of the warp's), by the lane that has the sum.
   template <class F>
   __device__ __forceinline__ void for_each_sum(F f) const {
-    int thread = threadIdx.x - 128;
+    int thread = threadIdx.x - kFirstThread;
     asm volatile("" : "+r"(thread));  // where sums are is worked out each time, not kept
     if (thread % 4 != 0) return;
 #pragma unroll
@@ -37,15 +43,19 @@ struct LaneKeys {
     }
   }
 
-  // At a batch position. Of keys beyond the length, or where there are no weights, 0.
+  // At a batch position.
   __device__ __forceinline__ void begin(const Params& params, const BatchIndex& batch, int key0) {
+    load(params, batch, key0);
+    for_each_sum([&](int, float& sum, int) { sum = 0; });
+  }
+  // Of keys beyond the length, or where there are no weights, 0.
+  __device__ __forceinline__ void load(const Params& params, const BatchIndex& batch, int key0) {
     asm volatile("" : "+r"(key0));
     Fragment<1, 8>::for_each_row([&](int r, int row) {
       bias[r] = 0;
       if (params.key_bias != nullptr && key0 + row < params.seqlen_k)
         bias[r] = params.key_bias[offset(params.key_bias_stride, batch) + (key0 + row) * params.key_bias_stride.row];
     });
-    for_each_sum([&](int, float& sum, int) { sum = 0; });
   }
 
   __device__ __forceinline__ bool is_absent(int r) const { return bias[r] == neg_inf(); }
@@ -93,6 +103,80 @@ __device__ __forceinline__ void dp_to_ds(Fragment<1, kCols>& dp, Fragment<1, kCo
   keys.add_gradient(sum);
 }
 
+// p of tanh of a score. A mask holds whatever the weight is.
+template <bool kLarge>
+__device__ __forceinline__ float tanh_to_probability(const Params& params, float tanh, float bias, float lse) {
+  float score = tanh;
+  if constexpr (kKeyBias) score = tanh == neg_inf() ? tanh : fmaf(tanh, params.softcap, bias);
+  return probability<kLarge>(params, score, lse);
+}
+
+// From tanh of scores to p as the left operand of products. `large`: as of scores.
+template <int kCols>
+__device__ __forceinline__ void tanh_to_p(const Fragment<1, kCols>& tanh, const Params& params, const float* lse,
+                                          bool large, const LaneKeys& keys, OperandA<kCols>& p) {
+  const LaneColumns<kCols, false> of_lse(lse);
+  const auto form = [&](auto of_large) {
+#pragma unroll
+    for (int n = 0; n < kCols / 8; ++n) {
+      float lse_of[2];
+      of_lse.pair(lse_of, n);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float p_of[2];
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+          p_of[j] =
+              tanh_to_probability<decltype(of_large)::value>(params, tanh.x[0][n][2 * r + j], keys.bias[r], lse_of[j]);
+        p.set(2 * n + r, p_of[0], p_of[1]);
+      }
+    }
+  };
+  if (large) {
+    form(Flag<true>{});
+  } else {
+    form(Flag<false>{});
+  }
+}
+
+// From tanh of scores to ds / scale as the left operand of products: load_tanh(registers, number) brings tanh of 8
+// columns.
+template <int kCols, class F>
+__device__ __forceinline__ void tanh_to_ds(F load_tanh, const Fragment<1, kCols>& dp, const Params& params,
+                                           const float* lse, const float* delta, bool large, LaneKeys& keys,
+                                           OperandA<kCols>& ds) {
+  float sum[2] = {};
+  const LaneColumns<kCols, false> of_lse(lse), of_delta(delta);
+  const auto form = [&](auto of_large) {
+#pragma unroll
+    for (int n = 0; n < kCols / 8; ++n) {
+      float tanh[4], lse_of[2], delta_of[2];
+      load_tanh(tanh, n);
+      of_lse.pair(lse_of, n);
+      of_delta.pair(delta_of, n);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float ds_of[2];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const float t = tanh[2 * r + j];
+          const float p = tanh_to_probability<decltype(of_large)::value>(params, t, keys.bias[r], lse_of[j]);
+          const float before_cap = p * (dp.x[0][n][2 * r + j] - delta_of[j]);
+          sum[r] += before_cap;
+          ds_of[j] = before_cap * fma_saturated(-t, t, 1.f);  // 0 for a mask
+        }
+        ds.set(2 * n + r, ds_of[0], ds_of[1]);
+      }
+    }
+  };
+  if (large) {
+    form(Flag<true>{});
+  } else {
+    form(Flag<false>{});
+  }
+  keys.add_gradient(sum);
+}
+
 // From tanh of scores to p and to ds / scale, both as the left operands of products. `large`: as of scores.
 template <int kCols>
 __device__ __forceinline__ void tanh_to_p_and_ds(const Fragment<1, kCols>& tanh, const Fragment<1, kCols>& dp,
@@ -116,10 +200,7 @@ __device__ __forceinline__ void tanh_to_p_and_ds(const Fragment<1, kCols>& tanh,
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
             const float t = tanh.x[0][n][2 * r + j];
-            float score = t;
-            // A mask holds whatever the weight is.
-            if constexpr (kKeyBias) score = t == neg_inf() ? t : fmaf(t, params.softcap, keys.bias[r]);
-            p_of[j] = probability<decltype(of_large)::value>(params, score, lse_of[j]);
+            p_of[j] = tanh_to_probability<decltype(of_large)::value>(params, t, keys.bias[r], lse_of[j]);
             const float before_cap = p_of[j] * (dp.x[0][n][2 * r + j] - delta_of[j]);
             if constexpr (kKeyBias) sum[r] += before_cap;
             ds_of[j] = before_cap * fma_saturated(-t, t, 1.f);  // 0 for a mask
