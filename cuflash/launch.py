@@ -520,8 +520,8 @@ def _split_backward_sm90(
     names: tuple[str, ...],
     own_bits: Mapping[str, int],
 ) -> tuple[Launch, ...]:
-    """The kernel for dq alone, or that for dk, dv and dkey_bias, and what sums dkey_bias. None of them where there is no
-    such kernel, or the copy engine cannot follow the arrays, or dk and dv are not summed alike."""
+    """The kernel for dq alone, or that for dk, dv and dkey_bias, and what sums dkey_bias. None of them where there is
+    no such kernel, or the copy engine cannot follow the arrays, or dk and dv are not summed alike."""
     maps = hopper.split_maps(problem, layout, tile) if tile else None
     if tile is None or maps is None:
         return ()
