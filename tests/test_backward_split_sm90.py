@@ -317,9 +317,9 @@ def test_dkey_bias_is_summed_over_the_axes_that_key_bias_lacks(
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 5.0}], ids=str)
 @pytest.mark.parametrize(
-    ("q", "k", "v"), [((), (3,), (3,)), ((3,), (), (3,)), ((3,), (3,), ()), ((2, 1), (1, 3), (2, 3))], ids=str
+    ("q", "k", "v"), [((), (3,), (3,)), ((3,), (), ()), ((2, 1), (2, 3), (2, 3)), ((2, 3), (1, 3), (1, 3))], ids=str
 )
-def test_gradients_are_summed_over_axes_of_their_own_with_score_terms(
+def test_gradients_are_summed_over_the_axes_that_their_arrays_lack_with_score_terms(
     q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], options: dict[str, Any]
 ) -> None:
     for bias in ((), (3,)):
