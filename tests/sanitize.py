@@ -151,7 +151,7 @@ def calls(
     dq = cuflash.attention_backward(do, q, k, v, o, lse, dlse=dlse, need=("q",), **options)
     yield gradients[:1], dq[:1]
     without_dq = cuflash.attention_backward(
-        do, q, k, v, o, lse, dlse=dlse, need=[x[1:] for x in gradients[1:]], **options
+        do, q, k, v, o, lse, dlse=dlse, need=[x[1:] for x in gradients[1:]], out=(None, *out[1:]), **options
     )
     yield gradients[1:], without_dq[1:]
     lse, vjp = cuflash.attention_lse_vjp(q, k, **options)
