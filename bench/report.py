@@ -276,8 +276,13 @@ def plots(table: Sequence[Row], folder: Path, stem: str) -> list[Path]:
                 by_length(axis)
         axes[0][0].set_ylabel("TFLOP/s")
         axes[1][0].set_ylabel("TFLOP/s")
-        handles, labels = axes[0][0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="lower center", ncols=min(5, max(1, len(labels))), fontsize=8, frameon=False)
+        # Of all panels, as a peer may be in some of them alone.
+        shown = {
+            label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels(), strict=True)
+        }
+        labels = [TITLES.get(name, name) for name in names if TITLES.get(name, name) in shown]
+        lines = [shown[label] for label in labels]
+        figure.legend(lines, labels, loc="lower center", ncols=min(5, max(1, len(labels))), fontsize=8, frameon=False)
         figure.suptitle(f"{op}, {dtype}: by sequence length")
         figure.tight_layout(rect=(0, 0.07, 1, 1))
         path = folder / f"{stem}_{op}_{dtype}.png"
