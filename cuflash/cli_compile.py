@@ -103,14 +103,29 @@ def _serves(variant: Variant, head_dim: int) -> bool:
     if variant.family == "sm90" and variant.operation in tiles.SM90_FEW:
         return variant.tile.head_dim == head_dim  # these take exactly so many
     if variant.family == "sm90":
-        like, capped = (variant.dtype, variant.precision, head_dim), "Softcap" in variant.scores
-        tiles_of = [tiles.sm90_forward(*like, keys, capped=capped) for keys in (1, math.inf)]
-        return variant.tile in (*tiles_of, tiles.sm90_forward(*like, has_value=False))
+        return variant.tile in _sm90_tiles(variant, head_dim)
     backward = tiles.backward_operations(variant.dtype, head_dim, variant.target, variant.family)
     if variant.operation in tiles.KEY_GRADIENTS and variant.operation not in backward:
         return False
     found = tiles.bucket(variant.operation, variant.dtype, variant.load, variant.target, variant.family, head_dim)
     return found == variant.tile.head_dim
+
+
+def _sm90_tiles(variant: Variant, head_dim: int) -> set[tiles.Tile | None]:
+    """Tiles of the variant's operation in the sm90 family that serve d and e of which the larger is ``head_dim``."""
+    dtype = variant.dtype
+    if variant.operation == tiles.FUSED:
+        return {tiles.sm90_backward(dtype, head_dim, variant.needs_dq)}
+    if variant.operation in (tiles.DQ, tiles.DKV):
+        rows = tiles.SM90_BACKWARD_DQ + tiles.SM90_BACKWARD_DKV
+        smaller = {size for tile in rows for size in (tile.head_dim, tile.value_dim) if size <= head_dim} | {head_dim}
+        sizes = [pair for size in smaller for pair in ((head_dim, size), (size, head_dim))]
+        if variant.operation == tiles.DKV:
+            return {tiles.sm90_backward_dkv(dtype, d, e) for d, e in sizes}
+        return {tiles.sm90_backward_dq(dtype, d, e, plain=not variant.scores) for d, e in sizes}
+    like, capped = (dtype, variant.precision, head_dim), "Softcap" in variant.scores
+    with_values = {tiles.sm90_forward(*like, keys, capped=capped) for keys in (1, math.inf)}
+    return with_values | {tiles.sm90_forward(*like, has_value=False)}
 
 
 def _without_attention(variants: list[Variant], targets: Sequence[str], dtypes: Sequence[str]) -> Iterator[str]:

@@ -539,6 +539,33 @@ def test_compile_selects_what_the_launcher_asks_for_at_a_head_dim(monkeypatch, h
     assert rows == {"attention_convert", "attention_delta", "attention_merge", "attention_merge_splits"}
 
 
+@pytest.mark.parametrize(
+    "head_dim, whole, dkv, dq",
+    [
+        (64, 64, [], [(64, 64)]),
+        (72, 96, [], [(128, 128)]),
+        (128, 128, [], [(128, 128)]),
+        (130, None, [(192, 128), (192, 192)], [(192, 128), (192, 192)]),
+        (200, None, [(256, 256)], [(256, 256)]),
+    ],
+)
+def test_compile_selects_gradients_of_hopper_at_a_head_dim(monkeypatch, head_dim, whole, dkv, dq):
+    """Whichever of d and e is the larger one, and with score terms."""
+    some, _ = asked_for(monkeypatch, "--arch", "90", "--dtype", "bfloat16", "--head-dim", str(head_dim))
+    own = [x for x in some if x.family == "sm90"]
+    found = {
+        operation: sorted(
+            {(x.tile.head_dim, x.tile.value_dim) for x in own if x.operation == operation and not x.scores}
+        )
+        for operation in (tiles.FUSED, tiles.DKV, tiles.DQ)
+    }
+    assert found == {tiles.FUSED: [(whole, whole)] if whole else [], tiles.DKV: dkv, tiles.DQ: dq}
+    without_dq = {x.tile.head_dim for x in own if not x.needs_dq}
+    assert without_dq == ({64 if head_dim <= 64 else 128} if whole else set())
+    assert any(x.scores for x in own if x.operation in (tiles.FUSED, tiles.DKV))
+    assert {"attention_delta", "attention_dkey_bias"} <= {x.operation for x in own}
+
+
 def test_compile_of_the_lineage(monkeypatch, capsys):
     """Only where it is asked for: nobody needs these kernels for speed."""
     some, status = asked_for(monkeypatch, "--lineage", "--arch", "90", "75")
