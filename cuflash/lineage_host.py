@@ -33,7 +33,7 @@ def safe_softmax(x: Array, y: Array, maximum: None = None, total: None = None) -
             np.fmax(row_max, np.fmax.reduce(x[..., part].astype(dtype), axis=-1), out=row_max)
         row_sum = np.zeros_like(row_max)
         for part in _parts(x):
-            row_sum += _exponentials(x[..., part].astype(dtype), row_max).sum(axis=-1)
+            row_sum += _exponentials(_block(x, part), row_max).sum(axis=-1)
         _store(x, y, row_max, row_sum)
 
 
@@ -43,7 +43,7 @@ def online_softmax(x: Array, y: Array | None, maximum: Array | None, total: Arra
     with np.errstate(all="ignore"):
         row_max, row_sum = np.full(x.shape[:-1], -np.inf, dtype), np.zeros(x.shape[:-1], dtype)
         for part in _parts(x):
-            block = x[..., part].astype(dtype)
+            block = _block(x, part)
             larger = np.fmax(row_max, np.fmax.reduce(block, axis=-1))
             row_sum = row_sum * _rescale(np, row_max, larger) + _exponentials(block, larger).sum(axis=-1)
             row_max = larger
@@ -200,6 +200,12 @@ def _parts(x: Array) -> Iterator[slice]:
     length = x.shape[-1]
     step = max(1, BLOCK_SIZE // max(1, math.prod(x.shape[:-1])))
     return host.blocks(length, step)
+
+
+def _block(x: Array, part: slice) -> Array:
+    """Part of the rows as they are summed. Whatever the strides of x are, a row of it lies together: NumPy then adds in
+    pairs, and else one element after the other, which rounds as often as there are elements."""
+    return x[..., part].astype(_accumulate(x), order="C")
 
 
 def _exponentials(block: Array, row_max: Array) -> Array:
