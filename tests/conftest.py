@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import recording
+from command import files, pretended_gpu  # noqa: F401 - fixtures
 from hypothesis import HealthCheck, settings
 
 # No deadline: a first example compiles kernels. No database: a run depends on its seed alone, which is in the record.
