@@ -22,8 +22,8 @@ from checks import (
 from gpu_cases import Case, cases
 from hypothesis import event, given
 from hypothesis import strategies as st
-from test_gpu import examples, hopper_kernels, plain
-from test_gpu import needs as gradients_needed
+from on_gpu import examples, hopper_kernels, plain
+from on_gpu import needs as gradients_needed
 
 import cuflash
 from cuflash import needs, tiles

@@ -22,9 +22,9 @@ from checks import (
 from gpu_cases import Case, cases
 from hypothesis import event, given
 from hypothesis import strategies as st
+from on_gpu import examples, hopper_kernels, plain
+from on_gpu import needs as gradients_needed
 from test_backward_sm90 import BANDS, OWN, SCORE_TERMS, aligned, both_dtypes, check_terms, in_16_bits, weights
-from test_gpu import examples, hopper_kernels, plain
-from test_gpu import needs as gradients_needed
 
 import cuflash
 from cuflash import needs, tiles
