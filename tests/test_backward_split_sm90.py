@@ -12,34 +12,40 @@ from typing import Any
 
 import numpy as np
 import pytest
-from backends import GPU, Layout, bits_dtype, dtype_of, normal, put
+from backends import Layout, normal
 from checks import (
     check_backward,
     compiled_kernels,  # noqa: F401 - a fixture
-    expect,
-    run,
 )
 from gpu_cases import Case, cases
+from hopper_gradients import (
+    BANDS,
+    DKV,
+    DQ,
+    SCORE_TERMS,
+    TERMS_OF_LARGE_SCORES,
+    WHOLE,
+    aligned,
+    both_dtypes,
+    check_beyond_the_fraction,
+    check_infinite_key,
+    check_replays_of_a_graph,
+    check_same_bits,
+    check_same_bits_with_terms,
+    check_terms,
+    check_without_weight,
+    in_16_bits,
+    taken,
+)
 from hypothesis import event, given
 from hypothesis import strategies as st
-from on_gpu import examples, hopper_kernels, plain
+from on_gpu import BACKEND, examples, hopper_kernels, plain
 from on_gpu import needs as gradients_needed
-from test_backward_sm90 import BANDS, OWN, SCORE_TERMS, aligned, both_dtypes, check_terms, in_16_bits, weights
-
-import cuflash
-from cuflash import needs, tiles
 
 pytestmark = pytest.mark.gpu
-BACKEND = GPU
-DQ, DKV = f"{tiles.DQ}_sm90", f"{tiles.DKV}_sm90"
-"""How the names of variants begin."""
+BOTH = frozenset({DQ, DKV})
 NEEDS = (None, ("q",), ("k", "v"), ("v",), ("q", "k"))
 FEATURES = ((256, 256), (192, 192), (192, 128), (136, 8), (64, 200), (248, 136))
-
-
-def taken(launched: list[str]) -> set[str]:
-    """Which of the two are among the launched."""
-    return {kernel for kernel in (DQ, DKV) for name in launched if name.startswith(kernel)}
 
 
 def wanted_of(need: tuple[str, ...] | None) -> set[str]:
@@ -110,7 +116,7 @@ def test_gradients_are_summed_over_the_axes_that_their_arrays_lack(
     case = Case("bfloat16", (*q, 200, d), (*k, 270, d), (*v, 270, e), None, options, {}, "normal", 11)
     with hopper_kernels("name") as launched:
         check_backward(BACKEND, case, "sm90", None, True, True)
-    assert taken(launched) == {DQ, DKV}
+    assert taken(launched) == BOTH
 
 
 @pytest.mark.parametrize("need", [None, ("k",), ("v",), ("q", "k")], ids=str)
@@ -152,22 +158,7 @@ def test_rows_without_keys_and_keys_without_rows(m: int, n: int, options: dict[s
 
 @pytest.mark.parametrize("d", [192, 256])
 def test_an_infinite_key_without_weight_has_no_gradient(d: int) -> None:
-    """Rows beyond the length, which are zeros in shared memory, have none for it either. The last block is cut."""
-    rng = np.random.default_rng(13)
-    q, k, v, do = (normal(rng, (1, 70, d), "float16") for _ in range(4))
-    q[..., 5] = -1 - abs(q[..., 5])
-    others = np.delete(np.arange(70), 33)
-    wanted = expect(q, k[:, others], v[:, others], do, family="sm90")
-    k[:, 33, 5] = np.inf
-    arrays = [put(BACKEND, x) for x in (q, k, v)]
-    with hopper_kernels("name") as launched:
-        o, lse = cuflash.attention(*arrays, return_lse=True)
-        gradients = cuflash.attention_backward(put(BACKEND, do), *arrays, o, lse, need=("k", "v"))
-    assert taken(launched) == {DKV}
-    for name, gradient in zip(("dk", "dv"), gradients[1:], strict=True):
-        got = BACKEND.get(gradient)
-        assert not got[:, 33].any(), name
-        wanted[name].check(got[:, others])
+    check_infinite_key(d, {DKV}, need=("k", "v"))
 
 
 def test_arrays_as_callers_have_them() -> None:
@@ -179,13 +170,13 @@ def test_arrays_as_callers_have_them() -> None:
             case = Case("bfloat16", *shapes, None, {}, dict.fromkeys(inputs + results, layout), "normal", 13)
             with hopper_kernels("name") as launched:
                 check_backward(BACKEND, case, "sm90", None, True, False)
-            assert taken(launched) == {DQ, DKV}
+            assert taken(launched) == BOTH
     for layout in (Layout(shift=1), Layout(steps=(1, 1, 2)), Layout(steps=(1, -1, 1))):
         shapes = ((4, 300, 136), (4, 270, 136), (4, 270, 256))
         case = Case("bfloat16", *shapes, None, {}, dict.fromkeys(results, layout), "normal", 13)
         with hopper_kernels("name") as launched:
             check_backward(BACKEND, case, "sm90", None, True, False)
-        assert taken(launched) == {DQ, DKV}
+        assert taken(launched) == BOTH
 
 
 @pytest.mark.parametrize(("d", "e"), [(192, 128), (192, 192), (256, 256)])
@@ -199,55 +190,14 @@ def test_the_same_bits_every_time(d: int, e: int, heads: int, kv_heads: int, opt
     rng = np.random.default_rng(1)
     grouped = {"grouped_heads": True} if kv_heads < heads else {}
     shapes = [(heads, 900, d), (kv_heads, 900, d), (kv_heads, 900, e), (heads, 900, e)]
-    q, k, v, do = (put(BACKEND, normal(rng, shape, "bfloat16")) for shape in shapes)
-    bits = bits_dtype(dtype_of("bfloat16"))
-    with hopper_kernels("name") as launched:
-        o, lse = cuflash.attention(q, k, v, return_lse=True, **options, **grouped)
-        first = [x.view(bits) for x in cuflash.attention_backward(do, q, k, v, o, lse, **options, **grouped)]
-        for turn in range(100):
-            more = {"deterministic": turn % 2 == 0}
-            again = cuflash.attention_backward(do, q, k, v, o, lse, **options, **grouped, **more)
-            assert all(bool((x == y.view(bits)).all()) for x, y in zip(first, again, strict=True))
-            assert all(not x.any() for x in needs._zeros.values())
-    assert taken(launched) == {DQ, DKV}
+    arrays = [normal(rng, shape, "bfloat16") for shape in shapes]
+    modes = [{"deterministic": turn % 2 == 0} for turn in range(100)]
+    check_same_bits(arrays, options | grouped, BOTH, modes)
 
 
 @pytest.mark.parametrize("own_workspace", [True, False])
 def test_replays_of_a_graph(own_workspace: bool) -> None:
-    """Tiles are claimed anew in each."""
-    import cupy
-
-    rng = np.random.default_rng(3)
-    versions = [[normal(rng, (6, 400, 192), "float16") for _ in range(4)] for _ in range(2)]
-    q, k, v, do = (put(BACKEND, x) for x in versions[0])
-    o, lse = cupy.empty_like(q), cupy.empty(q.shape[:-1], np.float32)
-    gradients = tuple(cupy.empty_like(q) for _ in range(3))
-    with hopper_kernels("name") as launched:
-        workspace = BACKEND.empty_bytes(cuflash.workspace_nbytes("attention_backward", q, k, v, causal=True))
-        given = {"workspace": workspace} if own_workspace else {}
-        stream = cupy.cuda.Stream(non_blocking=True)
-        cupy.cuda.Device().synchronize()
-
-        def enqueue() -> None:
-            cuflash.attention(q, k, v, causal=True, return_lse=True, out=(o, lse))
-            cuflash.attention_backward(do, q, k, v, o, lse, out=gradients, causal=True, **given)
-
-        with stream:
-            enqueue()
-            stream.begin_capture()
-            enqueue()
-            graph = stream.end_capture()
-            for values in versions[::-1]:
-                for array, new in zip((q, k, v, do), values, strict=True):
-                    array.set(new)
-                for x in gradients:
-                    x.data.memset_async(255, x.nbytes, stream)
-                graph.launch(stream)
-                stream.synchronize()
-                wanted = expect(*values, family="sm90", causal=True)
-                for name, x in zip(("dq", "dk", "dv"), gradients, strict=True):
-                    wanted[name].check(BACKEND.get(x))
-    assert taken(launched) == {DQ, DKV}
+    check_replays_of_a_graph(192, BOTH, own_workspace)
 
 
 @pytest.mark.parametrize(
@@ -277,9 +227,6 @@ def test_drawn_calls_with_score_terms(case: Case, has_dlse: bool, need: tuple[st
     with hopper_kernels("name") as launched:
         check_backward(BACKEND, case, "sm90", need, True, has_dlse)
     event(f"taken: {len(taken(launched))}")
-
-
-BOTH = frozenset({DQ, DKV})
 
 
 @both_dtypes
@@ -333,21 +280,7 @@ def test_gradients_are_summed_over_the_axes_that_their_arrays_lack_with_score_te
 @pytest.mark.parametrize("d", [192, 256])
 @pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"window": (0, 0), "align": 150}], ids=str)
 def test_without_keys_that_have_a_weight(d: int, options: dict[str, Any]) -> None:
-    """Gradients are 0, and none is NaN: heads without any such key, and keys that no row sees."""
-    rng = np.random.default_rng(22)
-    q, k, v, do = (normal(rng, (3, 200, d), "float16") for _ in range(4))
-    key_bias = rng.standard_normal((3, 200)).astype(np.float32)
-    key_bias[1] = -np.inf
-    arrays = [put(BACKEND, x) for x in (q, k, v)]
-    more = {"key_bias": put(BACKEND, key_bias), **options}
-    with hopper_kernels("name") as launched:
-        o, lse = cuflash.attention(*arrays, return_lse=True, **more)
-        got = cuflash.attention_backward(put(BACKEND, do), *arrays, o, lse, **more)
-    assert taken(launched) == BOTH
-    wanted = expect(q, k, v, do, family="sm90", key_bias=key_bias, **options)
-    for name, gradient in zip(("dq", "dk", "dv", "dkey_bias"), map(BACKEND.get, got), strict=True):
-        wanted[name].check(gradient)
-        assert not gradient[1].any(), name
+    check_without_weight(d, options, BOTH)
 
 
 @pytest.mark.parametrize("d", [192, 256])
@@ -365,7 +298,7 @@ def test_some_of_the_gradients_with_score_terms(terms: dict[str, Any], d: int) -
 @pytest.mark.parametrize("d", [40, 64, 96, 128])
 @pytest.mark.parametrize("terms", SCORE_TERMS, ids=str)
 def test_dq_without_dk_or_dv_has_a_kernel_with_score_terms(terms: dict[str, Any], d: int) -> None:
-    for need, kernels in ((("q",), {DQ}), (("q", "k"), {DQ, OWN}), (("q", "v"), {DQ, OWN})):
+    for need, kernels in ((("q",), {DQ}), (("q", "k"), {DQ, WHOLE}), (("q", "v"), {DQ, WHOLE})):
         for band in BANDS:
             check_terms("float16", (2, 140, d), (2, 200, d), (2,), terms | band, need, kernels=frozenset(kernels))
 
@@ -375,39 +308,10 @@ def test_dq_without_dk_or_dv_has_a_kernel_with_score_terms(terms: dict[str, Any]
     "terms", [{"softcap": 20.0}, {"key_bias": "some absent"}, {"softcap": 20.0, "key_bias": "weights"}], ids=str
 )
 def test_the_same_bits_every_time_with_score_terms(terms: dict[str, Any], d: int) -> None:
-    """With sums of dkey_bias over heads, too."""
-    rng = np.random.default_rng(23)
-    q, k, v, do = (put(BACKEND, normal(rng, (40, 900, d), "bfloat16")) for _ in range(4))
-    options: dict[str, Any] = {"causal": True, **terms}
-    if "key_bias" in terms:
-        options["key_bias"] = put(BACKEND, weights(rng, (900,), terms["key_bias"]))
-    with hopper_kernels("name") as launched:
-        o, lse = cuflash.attention(q, k, v, return_lse=True, **options)
-
-        def bits() -> list[Any]:
-            found = cuflash.attention_backward(do, q, k, v, o, lse, **options)
-            return [x.view(bits_dtype(x.dtype)) for x in found]
-
-        first = bits()
-        for _ in range(50):
-            assert all(bool((x == y).all()) for x, y in zip(first, bits(), strict=True))
-    assert taken(launched) == BOTH
+    check_same_bits_with_terms(terms, d, BOTH)
 
 
 @pytest.mark.parametrize("d", [192, 256])
-@pytest.mark.parametrize(
-    "terms", [{}, {"key_bias": 3.0}, {"softcap": 1e9}, {"softcap": 1e9, "key_bias": 3.0}, {"softcap": 1e12}], ids=str
-)
+@pytest.mark.parametrize("terms", TERMS_OF_LARGE_SCORES, ids=str)
 def test_scores_beyond_the_fraction_of_a_float(terms: dict[str, float], d: int) -> None:
-    """Scores of up to 4e9 in some rows, beside small ones in the same tile: p is 1 in all, as there is one key."""
-    rng = np.random.default_rng(16)
-    q = np.where(np.arange(300)[:, None] % 3 == 1, 20001.0, rng.standard_normal((300, d))).astype(np.float16)
-    k = np.full((1, d), 20001, np.float16)
-    v, do = np.ones((1, d), np.float16), np.ones((300, d), np.float16)
-    options: dict[str, Any] = dict(terms)
-    if "key_bias" in terms:
-        options["key_bias"] = np.full(1, terms["key_bias"], np.float32)
-    with hopper_kernels("name") as launched:
-        got = run(BACKEND, q, k, v, do, **options)
-    assert taken(launched) == {DQ, DKV}
-    assert (got.dv == 300).all() and np.isfinite(got.dq).all() and np.isfinite(got.dk).all()
+    check_beyond_the_fraction(terms, d, BOTH)
