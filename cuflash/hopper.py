@@ -17,12 +17,20 @@ from cuflash import memory, params, tiles, tma
 from cuflash.problem import Problem
 
 SECTION_BYTES = 16 << 20
-"""Of K and V of a section of heads, less than twice as much where they do not come out even: what the L2 of an H200
-keeps while others pass through. Sections are few and alike, as a small last one would end with long tiles: with 32
-heads of 3 MB, a last section of two was 10 percent behind."""
+"""Of K and V of a section of heads: what the L2 of an H200 keeps while others pass through."""
 
 BACKWARD_SECTION_BYTES = 24 << 20
 """Of q, do and sums of dq of a section of heads in the backward, likewise."""
+
+LAST_SECTION_TILES = 3
+"""Of the last section, for each multiprocessor, where tiles differ in length: a smaller one would end with long tiles.
+With 32 heads of 3 MB, a last section of two heads was 10 percent behind; with a query head for each of 8 (64) heads of
+keys, the backward 35 percent."""
+
+KEY_BLOCKS_APART = 16
+"""Blocks of keys from which on CTAs that are at one head together are seldom at the same rows of dq. Then a head is
+taken after the other, which is 2 percent faster at 128 features, 10 with four query heads for each of keys; with 4
+blocks of 64 features it is 10 percent slower."""
 
 PLANE_ROWS = 8
 """Of a warp of the kernel that makes planes, as attention_planes.cu has it."""
@@ -46,6 +54,16 @@ CAPS = 1e20
 the ends of float32."""
 
 
+class Sections(NamedTuple):
+    """Batch positions whose tiles CTAs take together, longest first: of each section, and of the last at least."""
+
+    each: int
+    last: int
+
+
+SINGLY = Sections(1, 1)
+
+
 class Forward(NamedTuple):
     """How the kernel takes a problem."""
 
@@ -54,8 +72,7 @@ class Forward(NamedTuple):
     planes: int
     tiles: int
     """Of query rows, over the whole batch."""
-    sections: int
-    """Of batch positions whose tiles are taken together, longest first."""
+    sections: Sections
     copies: bool
     """Whether q, k and v are copied first: the copy engine cannot follow the strides of one of them. Where it is an
     address, the portable family serves."""
@@ -81,9 +98,6 @@ class Backward(NamedTuple):
 
     tile: tiles.Tile
     sums: memory.Sums
-    sections: int
-    """Of batch positions whose blocks of keys are taken together: those that most rows see first, or last, where sums
-    have an order."""
 
 
 class SplitBackward(NamedTuple):
@@ -144,8 +158,16 @@ def forward(problem: Problem, multiprocessors: int, plain: bool) -> Forward | No
         return None
     uneven = scores < problem.m * problem.n
     nbytes = 2 * planes * problem.n * (problem.d + problem.e)
-    sections = max(1, batch // max(1, SECTION_BYTES // nbytes)) if uneven else batch
+    held = SECTION_BYTES // nbytes if uneven else 1
+    sections = _sections(batch, held, -(-problem.m // tile.block_m), multiprocessors, uneven)
     return Forward(tile, plain, planes, count, sections, copies, uneven and count > multiprocessors)
+
+
+def _sections(positions: int, held: int, tiles_of_each: int, multiprocessors: int, uneven: bool) -> Sections:
+    """Of so many batch positions, of which the L2 holds some at once. ``uneven``: their tiles differ in length."""
+    each = max(1, min(held, positions))
+    least = -(-LAST_SECTION_TILES * multiprocessors // tiles_of_each) if uneven else 0
+    return Sections(each, min(positions, max(each, least)))
 
 
 def _has_usual_cap(problem: Problem) -> bool:
@@ -288,9 +310,7 @@ def backward(problem: Problem, needs_dq: bool = True) -> Backward | None:
     blocks = -(-problem.m // tile.block_m)
     if batch * max(key_blocks, blocks) > params.MAX_INT // 2 or math.prod(problem.q_batch) != batch:
         return None
-    nbytes = problem.m * (2 * (problem.d + problem.e) + 4 * tile.head_dim)
-    sections = max(1, batch // max(1, BACKWARD_SECTION_BYTES // nbytes))
-    return Backward(tile, memory.Sums(blocks * tile.block_m * tile.head_dim, tile.head_dim, blocks), sections)
+    return Backward(tile, memory.Sums(blocks * tile.block_m * tile.head_dim, tile.head_dim, blocks))
 
 
 @lru_cache(maxsize=4096)
@@ -349,15 +369,31 @@ def _maps_by_rows(problem: Problem, layout: memory.Layout, rows: Mapping[str, in
     return tuple(found)
 
 
-def dq_sections(problem: Problem, owned: int) -> int:
-    """Of so many batch positions, those whose tiles the kernel for dq alone takes together, as in the forward."""
-    if _scores(problem) == problem.m * problem.n:
-        return owned
+def dqkv_sections(problem: Problem, tile: tiles.Tile, owned: int, blocks: int, multiprocessors: int) -> Sections:
+    """Of so many batch positions with so many blocks of keys each: what the kernel for all gradients takes together.
+    Where sums have an order, blocks come by descending keys, which are the shortest first under a causal band, and all
+    query heads of a group count: their sums of dq wait for one another."""
+    nbytes = problem.m * (2 * (problem.d + problem.e) + 4 * tile.head_dim)
+    if problem.deterministic:
+        held = BACKWARD_SECTION_BYTES // (nbytes * max(1, math.prod(problem.inner_batch) // owned))
+        return _sections(owned, held, blocks, multiprocessors, uneven=False)
+    uneven = _is_uneven(problem)
+    held = BACKWARD_SECTION_BYTES // nbytes if uneven or blocks < KEY_BLOCKS_APART else 1
+    return _sections(owned, held, blocks, multiprocessors, uneven)
+
+
+def dq_sections(problem: Problem, owned: int, blocks: int, multiprocessors: int) -> Sections:
+    """Likewise for the kernel for dq alone, with so many tiles of rows each, as in the forward."""
+    uneven = _is_uneven(problem)
     nbytes = tiles.ITEMSIZE[problem.dtype] * problem.n * (problem.d + problem.e)
-    return max(1, owned // max(1, SECTION_BYTES // nbytes))
+    return _sections(owned, SECTION_BYTES // nbytes if uneven else 1, blocks, multiprocessors, uneven)
 
 
-def dkv_sections(problem: Problem, owned: int) -> int:
+def dkv_sections(problem: Problem, owned: int, blocks: int, multiprocessors: int) -> Sections:
     """Likewise for the kernel for dk and dv, by q and do."""
     nbytes = tiles.ITEMSIZE[problem.dtype] * problem.m * (problem.d + problem.e)
-    return max(1, owned // max(1, BACKWARD_SECTION_BYTES // nbytes))
+    return _sections(owned, BACKWARD_SECTION_BYTES // nbytes, blocks, multiprocessors, _is_uneven(problem))
+
+
+def _is_uneven(problem: Problem) -> bool:
+    return _scores(problem) < problem.m * problem.n

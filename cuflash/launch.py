@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -485,7 +485,7 @@ def _whole_backward_sm90(
     terms = _sm90_terms(problem, is_plain(problem))
     variant = tiles.sm90_backward_variant(problem.dtype, taken.tile, problem.deterministic, terms, "dq" in names)
     main = _over_tiles(
-        problem, variant, layout, summed, names, vector, lambda _, owned: min(taken.sections, owned), maps
+        problem, variant, layout, summed, names, vector, partial(hopper.dqkv_sections, problem, taken.tile), maps
     )
     return main, *_sum_of_key_bias(problem, layout)
 
@@ -536,7 +536,7 @@ def _split_backward_sm90(
     if summed is None:
         return ()
     vector = all(_is_vector(problem, layout, name, own_bits) for name in names if name in own_bits)
-    main = _over_tiles(problem, variant, layout, summed, names, vector, sections, maps)
+    main = _over_tiles(problem, variant, layout, summed, names, vector, partial(sections, problem), maps)
     return main, *(_sum_of_key_bias(problem, layout) if "dkey_bias" in names else ())
 
 
@@ -558,17 +558,18 @@ def _over_tiles(
     summed: tuple[int, ...],
     names: tuple[str, ...],
     store_vector: bool,
-    sections: Callable[[Problem, int], int],
+    sections: Callable[[int, int, int], hopper.Sections],
     maps: tuple[hopper.Map, ...],
 ) -> Launch:
     """A kernel for some gradients whose CTAs claim tiles of rows of dq or else of keys, and which waits itself for the
-    one ahead of it. ``sections``: of so many batch positions."""
+    one ahead of it. ``sections``: of so many batch positions, tiles of each and multiprocessors."""
     tile = variant.tile
     blocks = -(-problem.m // tile.block_m) if variant.operation == tiles.DQ else -(-problem.n // tile.block_n)
     owned = math.prod(layout.extents[i] for i in range(memory.MAX_BATCH_AXES) if i not in summed)
+    sms = multiprocessors(problem.device)
     launch = prepare(
         problem, variant, layout, loop=summed, need=sum(_NEED[name] for name in names), store_vector=store_vector,
-        sections=sections(problem, owned), maps=maps, ctas=min(blocks * owned, multiprocessors(problem.device)),
+        sections=sections(owned, blocks, sms), maps=maps, ctas=min(blocks * owned, sms),
     )  # fmt: skip
     return replace(launch, overlaps=True)
 
@@ -669,7 +670,7 @@ def prepare(
     store_vector: bool = False,
     splits: int = 1,
     key_warps: int = 1,
-    sections: int = 1,
+    sections: hopper.Sections = hopper.SINGLY,
     maps: tuple[hopper.Map, ...] = (),
     output: hopper.Map | None = None,
     ctas: int | None = None,
@@ -687,7 +688,7 @@ def prepare(
     ints |= {"seqlen_q": problem.m, "seqlen_k": problem.n, "head_dim": problem.d, "value_dim": problem.e}
     ints |= {"band_lo": problem.band.lo, "band_hi": problem.band.hi}
     ints |= {"need": need, "store_vector": int(store_vector), "splits": splits, "key_warps": key_warps}
-    ints |= {"sections": sections, "store_map": int(output is not None)}
+    ints |= {"section": sections.each, "last_section": sections.last, "store_map": int(output is not None)}
     # What the kernel's scores are to be multiplied by.
     rest = 1.0 if variant.prescaled else problem.scale
     if variant.family == "sm90" and variant.scores == ("Softcap",) and problem.softcap is not None:

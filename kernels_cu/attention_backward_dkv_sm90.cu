@@ -239,9 +239,9 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
             tanh_to_p(s, params, rows, large, keys, operand);
           } else {
             if (large) {
-              large_scores_to_p(s, params, of_rows);
+              scores_to_p<true>(s, params, of_rows);
             } else {
-              scores_to_p(s, params, of_rows);
+              scores_to_p<false>(s, params, of_rows);
             }
             operand.from(s);
           }

@@ -28,8 +28,9 @@ constexpr int kConsumers = 2, kStages = kTile.stages;
 constexpr bool kSplitRows = kTile.block_m == 128;
 // Of each thread: all of 504.
 constexpr int kProducerRegisters = 24, kConsumerRegisters = (504 - kProducerRegisters) / 2;
-// Where registers are left for p beside ds, the products of dv run under ds. With a softcap p and ds come together.
-constexpr bool kEarlyP = !kSplitRows && !kSoftcap;
+// Of p so many columns are formed while dp is, the others among the multiplications of ds: exponentials are the slowest
+// of these instructions, and keep few others waiting if they are spread.
+constexpr int kEarlyColumns = kSplitRows ? 56 : 16;
 // What query rows have of their own is read at once, while products are formed, where there are registers for it.
 constexpr bool kHoldsRows = !kSplitRows && !kSoftcap && !kKeyBias;
 constexpr int kDsBuffers = 2, kSendBuffers = 2;
@@ -55,6 +56,13 @@ using DqHalf = Fragment<1, 64>;
 struct RowVectors {
   alignas(16) float lse[kTile.block_m], delta[kTile.block_m];
 };
+// What consumers are to know of a step: the producer works it out, and it is there when q is. Of use until the products
+// of dk are issued: after that q may be given up.
+struct StepRecord {
+  int row0;
+  bool is_partial;  // some rows do not see some keys
+  bool ends_batch;  // the last one at its batch position
+};
 // dq in the order of its registers: of each warpgroup, its columns by eights, of each of those 16 bytes a thread.
 struct DqSums {
   float x[kTile.block_m * kTile.head_dim];
@@ -68,7 +76,7 @@ union alignas(1024) SendBuffer {
 struct Sending {
   enum { kDq, kDk, kDv, kNothing } what;
   DqPart part;       // of dq
-  int block, owned;  // of dk and dv
+  int block, owned;  // rows and the position summed over, or, of dk and dv, keys and the owned position
 };
 struct SharedStorage {
   Planes<KTile> k;
@@ -78,6 +86,7 @@ struct SharedStorage {
   DsTile ds[kDsBuffers];
   SendBuffer send[kSendBuffers];
   RowVectors rows[kStages];
+  StepRecord steps[kStages];
   BufferBarriers k_barriers, v_barriers, q_barriers[kStages], dout_barriers[kStages];
   u64 send_ready[kSendBuffers], send_filled[kSendBuffers], send_free[kSendBuffers];
   Sending sending[kSendBuffers];  // there from when the buffer is ready until it is free
@@ -118,6 +127,10 @@ __device__ __forceinline__ void produce(const TmaParams& tma, SharedStorage& sme
     };
     const auto fill_rows = [&] {
       const int row0 = step.block * kTile.block_m;
+      const bool is_partial = !work.rows.is_full(step.block) || (work.block + 1) * kTile.block_n > params.seqlen_k;
+      const bool ends_batch = step.next(work);
+      mbarrier_wait(smem.q_barriers[q.stage].empty, q.parity ^ 1);
+      smem.steps[q.stage] = {row0, is_partial, ends_batch};
       const i64 at = batch_at + row0;
       const u32 nbytes = sizeof(RowVectors::lse);
       RowVectors& rows = smem.rows[q.stage];
@@ -127,7 +140,7 @@ __device__ __forceinline__ void produce(const TmaParams& tma, SharedStorage& sme
            nbytes);
       bulk_load(rows.delta, params.delta + at, nbytes, smem.dout_barriers[q.stage].full);
       q.next();
-      if (step.next(work)) begin_batch();
+      if (ends_batch) begin_batch();
     };
     begin_batch();
     // The first rows of a block of keys may come while the last ones of the block before still need K.
@@ -172,13 +185,14 @@ __device__ __forceinline__ void prepare_buffers(const Params& params, SharedStor
     for (int left = kNeedsDq ? work.steps : 0; left > 0; --left) {
       DqPart part{ordered_role(params, work.block, step.block * kTile.block_m), batch_number + step.block};
       if (!kDeterministic && part.role.count > 1) part.role.rank = atomicAdd(&turns[part.number].drawn, 1);
+      const Sending sending{Sending::kDq, part, step.block, step.summed};
       if (step.next(work)) begin_batch();
       if (!part.role.is_last() || part.role.is_first()) {
-        give({Sending::kDq, part});
+        give(sending);
         continue;
       }
       mbarrier_wait(smem.send_free[buffer.stage], buffer.parity ^ 1);
-      smem.sending[buffer.stage] = {Sending::kDq, part};
+      smem.sending[buffer.stage] = sending;
       DqTurn& turn = turns[part.number];
       await_parts(turn, part.role.rank);
       turn = DqTurn{};          // all others have drawn and counted: nobody looks any more
@@ -282,6 +296,9 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
     if (threadIdx.x % 128 == 0) mbarrier_arrive(empty);
   };
   const u32 ds_at = smem.ds[0].address(warp_key0 + lane_id() % 16, lane_id() / 16 * 8);
+  const u32 dq_at = shared_address(&smem.send[0]) + group * (64 * 64 * 4) + 16 * (threadIdx.x % 128);
+  // By a shuffle, so that the compiler keeps it: the thread's number, from which it would work it out, comes late.
+  const int lane = __shfl_sync(kFullWarp, lane_id(), lane_id());
   PipelineState<kStages> q;
   PipelineState<kSendBuffers> buffer;
   int ds_buffer = 0;
@@ -291,7 +308,6 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
     if (lane_id() == 0) mbarrier_arrive(smem.send_filled[buffer.stage]);
     buffer.next();
   };
-  Scores s;
   Tangent tangent(params);
   LaneKeys keys(smem.dkey_bias);
 
@@ -319,31 +335,39 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
       release(smem.k_barriers.empty);
     } else {
       const int key0 = work.block * kTile.block_n;
-      Step step(work);
-      int left = work.steps;
-      if constexpr (kKeyBias) begin_keys(0);
-      mbarrier_wait(smem.v_barriers.full, parity);
-      do {
-        const int row0 = step.block * kTile.block_m;
+      // Asked for of a step before its products are issued: beside those shared memory answers late.
+      StepRecord step;
+      LaneLse<kTile.block_m> lane_lse;
+      LaneColumns<kTile.block_m, kHoldsRows> of_lse;
+      const auto begin_step = [&] {
         mbarrier_wait(smem.q_barriers[q.stage].full, q.parity);
+        step = smem.steps[q.stage];
+        lane_lse.read(smem.rows[q.stage].lse, lane);
+        of_lse.read(smem.rows[q.stage].lse, lane);
+      };
+      int summed = 0;
+      if constexpr (kKeyBias) begin_keys(0);
+      begin_step();
+      mbarrier_wait(smem.v_barriers.full, parity);
+      int left = work.steps;
+      do {
+        const int stage = q.stage;
+        const bool ends_batch = step.ends_batch;
+        Scores s, dp;
         int scores_row0 = group_key0;
         asm volatile("" : "+r"(scores_row0));  // its descriptors are made again each time, not kept in local memory
-        issue_nt<kTile.head_dim>(s, smem.k, scores_row0, smem.q[q.stage]);
-        const float* lse = smem.rows[q.stage].lse;
-        Scores dp;
-        mbarrier_wait(smem.dout_barriers[q.stage].full, q.parity);
-        issue_nt<kTile.value_dim>(dp, smem.v, group_key0, smem.dout[q.stage]);
-        // All of this is read before products are waited for: beside them shared memory answers late.
-        const bool partial = !work.rows.is_full(step.block) || key0 + kTile.block_n > params.seqlen_k;
-        const bool large = any_is_large<kTile.block_m>(lse);
-        const LaneColumns<kTile.block_m, kHoldsRows> of_lse(lse);
+        issue_nt<kTile.head_dim>(s, smem.k, scores_row0, smem.q[stage]);
+        mbarrier_wait(smem.dout_barriers[stage].full, q.parity);
+        issue_nt<kTile.value_dim>(dp, smem.v, group_key0, smem.dout[stage]);
         wgmma_wait<1>(s);
+        const bool large = lane_lse.any_is_large();
         if constexpr (kSoftcap) {
           tangent.apply<false, 32>(s, large);
         } else if constexpr (kKeyBias) {
           keys.add(s, params.scale);
         }
-        if (partial || (kKeyBias && keys.any_is_absent())) {
+        if (step.is_partial || (kKeyBias && keys.any_is_absent())) {
+          const int row0 = smem.steps[stage].row0;
           mask_by_row_limits(s, params, key0 + warp_key0, row0, [&](int r) { return kKeyBias && keys.is_absent(r); });
           mask_beyond_length(s, params, row0);
         }
@@ -352,46 +376,51 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
           wgmma_wait<0>(dp);
           if (left == 1) release(smem.v_barriers.empty);
         };
-        const float* delta = smem.rows[q.stage].delta;
+        const RowVectors& rows = smem.rows[stage];
         if constexpr (kSoftcap) {
           await_dp();
-          tanh_to_p_and_ds(s, dp, params, lse, delta, large, keys, p, ds);
+          tanh_to_p_and_ds(s, dp, params, rows.lse, rows.delta, large, keys, p, ds);
         } else {
+          // The early columns in both branches: in one place behind them, ptxas would put them behind the wait, too.
           if (large) {
-            large_scores_to_p(s, params, of_lse);
+            scores_to_exponents<true>(s, params, of_lse);
+            exponents_to_p<0, kEarlyColumns>(s);
           } else {
-            scores_to_p(s, params, of_lse);
+            scores_to_exponents<false>(s, params, of_lse);
+            exponents_to_p<0, kEarlyColumns>(s);
           }
-          if constexpr (kEarlyP) p.from(s);
-          const LaneColumns<kTile.block_m, kHoldsRows> of_delta(delta);
+          const LaneColumns<kTile.block_m, false> of_delta(rows.delta, lane);
           await_dp();
-          if constexpr (kEarlyP) issue_nn(dv, p, smem.dout[q.stage]);
+          exponents_to_p<kEarlyColumns, kTile.block_m>(s);
           if constexpr (kKeyBias) {
             dp_to_ds(dp, s, of_delta, keys);
           } else {
             dp_to_ds(dp, s, of_delta);
           }
           ds.from(dp);
-          if constexpr (!kEarlyP) p.from(s);
+          p.from(s);
         }
-        if constexpr (!kEarlyP) issue_nn(dv, p, smem.dout[q.stage]);
+        // Before the products of dv, which would delay it. What others wait for comes first.
+        if constexpr (kNeedsDq) store_operand(ds_at + ds_buffer * sizeof(DsTile), ds);
+        issue_nn(dv, p, smem.dout[stage]);
+        q.next();
         if constexpr (kNeedsDq) {
-          store_operand(ds_at + ds_buffer * sizeof(DsTile), ds);
           fence_async_proxy();   // wgmma is to see it
           barrier_sync<256>(1);  // ds of all keys is complete; nobody reads the other buffer any more
           DqHalf dq;
           issue_tn<kTile.block_n>(dq, smem.ds[ds_buffer], kSplitRows ? group : 0, smem.k[0], kSplitRows ? 0 : group);
           ds_buffer ^= 1;
-          issue_nn(dk, ds, smem.q[q.stage]);
+          // Here where there are registers for it: products of dk wait for those of dq anyway.
+          if (kSplitRows && left > 1) begin_step();
+          issue_nn(dk, ds, smem.q[stage]);
           await_buffer();
-          const DqRole role = smem.sending[buffer.stage].part.role;
+          const Sending& sending = smem.sending[buffer.stage];
+          const DqRole role = sending.part.role;
           wgmma_wait<1>(dq);
-          release(smem.dout_barriers[q.stage].empty);
+          release(smem.dout_barriers[stage].empty);
           if (left == 1) release(smem.k_barriers.empty);
-          u32 thread = threadIdx.x % 128;
-          asm volatile("" : "+r"(thread));  // worked out each time, not kept
-          const u32 at = shared_address(&smem.send[buffer.stage]) + group * (64 * 64 * 4) + 16 * thread;
-          const int columns = kSplitRows ? 64 : min_of(64, kTile.head_dim - 64 * group);
+          const u32 at = dq_at + buffer.stage * sizeof(SendBuffer);
+          const int columns = kSplitRows || kTile.head_dim == 128 ? 64 : min_of(64, kTile.head_dim - 64 * group);
           if (role.is_last()) {
             if (!role.is_first()) {
 #pragma unroll
@@ -403,12 +432,13 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
                 for (int i = 0; i < 4; ++i) dq.x[0][n][i] += others[i];
               }
             }
-            const BatchIndex batch = batch_index(params, work.owned, step.summed);
+            const BatchIndex batch = batch_index(params, work.owned, sending.owned);
+            const int row0 = sending.block * kTile.block_m + (kSplitRows ? group_key0 : 0) + warp_id() % 4 * 16;
             dq.for_each([&](float& x, int, int, int) { x *= params.scale; });
             const int col0 = kSplitRows ? 0 : 64 * group;
             store_rows_direct(dq, base<Output>(params.dq, params.dq_stride, batch) + col0 * params.dq_stride.col,
-                              params.dq_stride, row0 + (kSplitRows ? group_key0 : 0) + warp_id() % 4 * 16,
-                              params.seqlen_q, params.head_dim - col0, params.store_vector != 0);
+                              params.dq_stride, row0, params.seqlen_q, params.head_dim - col0,
+                              params.store_vector != 0);
           } else {
 #pragma unroll
             for (int n = 0; n < 8; ++n) {
@@ -417,20 +447,21 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
             }
           }
           pass_buffer();
+          if (!kSplitRows && left > 1) begin_step();
         } else {
-          issue_nn(dk, ds, smem.q[q.stage]);
+          issue_nn(dk, ds, smem.q[stage]);
+          if (left > 1) begin_step();
           if (left == 1) release(smem.k_barriers.empty);
         }
         wgmma_wait<0>(dk);
         wgmma_wait<0>(dv);
         // Not before: other warps may read delta until they issue the products of dk.
-        if constexpr (!kNeedsDq) release(smem.dout_barriers[q.stage].empty);
-        release(smem.q_barriers[q.stage].empty);
-        q.next();
-        if (step.next(work) && kKeyBias) {
-          finish_keys(step.summed - 1);
-          if (left > 1) begin_keys(step.summed);
+        if constexpr (!kNeedsDq) release(smem.dout_barriers[stage].empty);
+        if (kKeyBias && ends_batch) {
+          finish_keys(summed++);
+          if (left > 1) begin_keys(summed);
         }
+        release(smem.q_barriers[stage].empty);
       } while (--left > 0);
     }
     const auto send = [&]<int kCols>(const Fragment<1, kCols>& gradient) {

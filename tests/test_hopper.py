@@ -122,7 +122,7 @@ def test_scores_are_counted_one_by_one(m: int, n: int) -> None:
 def test_sections_and_tiles_stay_in_32_bits() -> None:
     q, k = np.zeros((8, 1 << 16, 128), np.float16), np.zeros((8, 1, 128), np.float16)
     few_keys = hopper.forward(describe(q, k, k, causal=True, align="bottom-right"), SMS, True)
-    assert few_keys and few_keys.sections == 1
+    assert few_keys and few_keys.sections == (8, 8)
     many = np.lib.stride_tricks.as_strided(np.zeros((1, 72), np.float16), (2**31 - 100, 1, 72), (0, 144, 2))
     assert hopper.forward(describe(many, k[:1, :, :72], k[:1]), SMS, True) is None
 
@@ -131,9 +131,9 @@ def test_tiles_are_claimed_where_their_lengths_differ() -> None:
     even, uneven = (
         hopper.forward(of_shape(4096, 4096, 128, np.float16, 16, causal=c), SMS, True) for c in (False, True)
     )
-    assert even and not even.claims and even.sections == 16
+    assert even and not even.claims and even.sections == (1, 1)
     assert hopper.forward(of_shape(4096, 4096, 128, np.float16, 16, window=(512, 512)), SMS, True).claims
-    assert uneven and uneven.claims and uneven.sections == 16 * 4096 * 256 * 2 // hopper.SECTION_BYTES
+    assert uneven and uneven.claims and uneven.sections == (hopper.SECTION_BYTES // (4096 * 256 * 2), 16)
     few = hopper.forward(of_shape(4096, 4096, 128, np.float16, causal=True), SMS, True)
     assert few and not few.claims
 
@@ -247,8 +247,20 @@ def test_few_features_have_no_kernel_for_dk_and_dv_alone() -> None:
 
 def test_blocks_of_keys_are_taken_in_sections_whose_q_and_do_the_l2_holds() -> None:
     described = of_shape(4096, 16384, 256, np.float16, heads=12)
-    assert hopper.dkv_sections(described, 12) == 12 // (hopper.BACKWARD_SECTION_BYTES // (4096 * 2 * 512))
-    assert hopper.dkv_sections(of_shape(64, 64, 256, np.float16), 1) == 1
+    held = hopper.BACKWARD_SECTION_BYTES // (4096 * 2 * 512)
+    assert hopper.dkv_sections(described, 12, 256, SMS) == (held, held)
+    assert hopper.dkv_sections(of_shape(64, 64, 256, np.float16), 1, 1, SMS) == (1, 1)
+    causal = of_shape(4096, 16384, 256, np.float16, heads=12, causal=True, align=0)
+    assert hopper.dkv_sections(causal, 12, 64, SMS) == (held, -(-hopper.LAST_SECTION_TILES * SMS // 64))
+
+
+def test_query_heads_of_a_group_count_where_their_sums_wait_for_one_another() -> None:
+    q, k = np.zeros((2, 16, 2048, 128), np.float16), np.zeros((2, 4, 2048, 128), np.float16)
+    for deterministic, wanted in ((True, (3, 3)), (False, (8, 8))):
+        described = describe(q, k, k, causal=True, grouped_heads=True, deterministic=deterministic)
+        taken = hopper.backward(described)
+        assert taken is not None
+        assert hopper.dqkv_sections(described, taken.tile, 8, 16, SMS) == wanted
 
 
 def test_gradients_of_other_features_and_dtypes_are_for_other_kernels() -> None:
@@ -296,9 +308,9 @@ def test_maps_for_some_of_the_gradients_bring_rows_of_a_warpgroup_and_blocks_of_
 
 
 def test_tiles_of_dq_alone_are_taken_in_sections_where_their_lengths_differ() -> None:
-    assert hopper.dq_sections(of_shape(4096, 4096, 256, np.float16, 16), 16) == 16
-    assert hopper.dq_sections(of_shape(4096, 4096, 256, np.float16, 16, causal=True), 16) == 4
-    assert hopper.dq_sections(of_shape(64, 64, 64, np.float16, causal=True), 1) == 1
+    assert hopper.dq_sections(of_shape(4096, 4096, 256, np.float16, 16), 16, 32, SMS) == (1, 1)
+    assert hopper.dq_sections(of_shape(4096, 4096, 256, np.float16, 16, causal=True), 16, 32, SMS) == (4, 13)
+    assert hopper.dq_sections(of_shape(64, 64, 64, np.float16, causal=True), 1, 1, SMS) == (1, 1)
 
 
 def test_caps_at_the_ends_of_float32_are_for_other_kernels() -> None:

@@ -48,14 +48,12 @@ struct SplitBlocks {
   }
 };
 // Block `index` of all, of so many a batch position: within a section of positions, first the first block of each. The
-// last sections are the larger ones, by a position, so that the longest tiles of the last are begun early.
+// last section also has what positions are left, and so many tiles that its longest ones are begun early.
 __device__ __forceinline__ Work locate_in_section(const Params& params, int blocks, int index) {
-  const int owned = owned_count(params), share = owned / params.sections;
-  const int of_smaller = (params.sections - owned % params.sections) * share;
-  const bool is_larger = index >= of_smaller * blocks;
-  const int first = is_larger ? of_smaller : 0, count = is_larger ? share + 1 : share;
-  const int tile = index - first * blocks, section = tile / (count * blocks), rest = tile % (count * blocks);
-  return {rest / count, first + section * count + rest % count};
+  const int owned = owned_count(params), last = (owned - params.last_section) / params.section;
+  const int section = min_of(last, index / (params.section * blocks)), first = section * params.section;
+  const int count = section == last ? owned - first : params.section, rest = index - first * blocks;
+  return {rest / count, first + rest % count};
 }
 // Longest first within a section whose K and V the L2 holds at once.
 __device__ __forceinline__ Work locate_section_rows(const Params& params, int m_blocks, int index) {

@@ -54,7 +54,8 @@ struct Params {
   int need;                 // bits of Need
   int store_vector;         // outputs of this launch take 16-byte stores
   int splits, key_warps;    // into how many parts the grid takes the keys, and the warps of a CTA each of those
-  int sections;             // of batch positions: the L2 holds K and V of one at once
+  int section;              // batch positions whose tiles are taken together: the L2 holds what they share
+  int last_section;         // of the last of them, at least
   int store_map;            // whether o has a tensor map
 };
 

@@ -14,8 +14,10 @@ class LaneColumns {
   float held[kHeld ? kCols / 8 : 1][2];
 
  public:
-  __device__ __forceinline__ explicit LaneColumns(const float* of_rows)
-      : at(shared_address(of_rows) + 8 * (lane_id() % 4)) {
+  __device__ __forceinline__ LaneColumns() {}
+  __device__ __forceinline__ explicit LaneColumns(const float* of_rows, int lane = lane_id()) { read(of_rows, lane); }
+  __device__ __forceinline__ void read(const float* of_rows, int lane) {
+    at = shared_address(of_rows) + 8 * (lane % 4);
     if constexpr (kHeld) {
 #pragma unroll
       for (int n = 0; n < kCols / 8; ++n) ld_shared(held[n], at + 32 * n);
@@ -53,17 +55,28 @@ __device__ __forceinline__ float kept_lse(float lse) {
 }
 __device__ __forceinline__ bool is_large(float kept) { return fabsf(kept) >= kLargeExponent && kept < pos_inf(); }
 
-// Whether any of so many rows is: then large_scores_to_p.
+// Whether any of so many rows is: each lane looks at some of them.
+template <int kCols>
+struct LaneLse {
+  float of_row[kCols / 32];
+
+  __device__ __forceinline__ void read(const float* lse, int lane) {
+#pragma unroll
+    for (int i = 0; i < kCols / 32; ++i) ld_shared(of_row[i], shared_address(lse + 32 * i + lane));
+  }
+  // By whole warps.
+  __device__ __forceinline__ bool any_is_large() const {
+    bool large = false;
+#pragma unroll
+    for (int i = 0; i < kCols / 32; ++i) large |= is_large(of_row[i]);
+    return __any_sync(kFullWarp, large);
+  }
+};
 template <int kCols>
 __device__ __forceinline__ bool any_is_large(const float* lse) {
-  bool large = false;
-#pragma unroll
-  for (int i = 0; i < kCols; i += 32) {
-    float of_row;
-    ld_shared(of_row, shared_address(lse + i + lane_id()));
-    large |= is_large(of_row);
-  }
-  return __any_sync(kFullWarp, large);
+  LaneLse<kCols> of_lane;
+  of_lane.read(lse, lane_id());
+  return of_lane.any_is_large();
 }
 
 // Query rows beyond the length, which would have no weight but for an infinite key: their q is 0.
@@ -76,21 +89,35 @@ __device__ __forceinline__ void mask_beyond_length(Fragment<1, kCols>& s, const 
 // p = 2^(s c - lse). But of large lse the difference is taken first, in natural units, of products rounded as the
 // forward rounded them (recompute.cuh).
 template <bool kLarge>
-__device__ __forceinline__ float probability(const Params& params, float s, float lse) {
-  if constexpr (!kLarge) return ex2(fmaf(s, params.exponent_scale, -lse));
+__device__ __forceinline__ float exponent(const Params& params, float s, float lse) {
+  if constexpr (!kLarge) return fmaf(s, params.exponent_scale, -lse);
   const float exponent =
       is_large(lse) ? add_rn(mul_rn(s, params.lse_scale), -lse / 2) * kLog2E : fmaf(s, params.exponent_scale, -lse);
-  return ex2(exponent > 0 ? 0 : exponent);
+  return exponent > 0 ? 0 : exponent;
 }
-template <int kCols, bool kHeld>
+template <bool kLarge>
+__device__ __forceinline__ float probability(const Params& params, float s, float lse) {
+  return ex2(exponent<kLarge>(params, s, lse));
+}
+template <bool kLarge, int kCols, bool kHeld>
+__device__ __forceinline__ void scores_to_exponents(Fragment<1, kCols>& s, const Params& params,
+                                                    const LaneColumns<kCols, kHeld>& lse) {
+  for_each_of_rows(s, s, lse, [&](float& x, float&, float of_row, int) { x = exponent<kLarge>(params, x, of_row); });
+}
+// Of columns [kBegin, kEnd).
+template <int kBegin, int kEnd, int kCols>
+__device__ __forceinline__ void exponents_to_p(Fragment<1, kCols>& s) {
+#pragma unroll
+  for (int n = kBegin / 8; n < kEnd / 8; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s.x[0][n][i] = ex2(s.x[0][n][i]);
+}
+
+template <bool kLarge, int kCols, bool kHeld>
 __device__ __forceinline__ void scores_to_p(Fragment<1, kCols>& s, const Params& params,
                                             const LaneColumns<kCols, kHeld>& lse) {
-  for_each_of_rows(s, s, lse, [&](float& x, float&, float of_row, int) { x = probability<false>(params, x, of_row); });
-}
-template <int kCols, bool kHeld>
-__device__ __forceinline__ void large_scores_to_p(Fragment<1, kCols>& s, const Params& params,
-                                                  const LaneColumns<kCols, kHeld>& lse) {
-  for_each_of_rows(s, s, lse, [&](float& x, float&, float of_row, int) { x = probability<true>(params, x, of_row); });
+  scores_to_exponents<kLarge>(s, params, lse);
+  exponents_to_p<0, kCols>(s);
 }
 
 // ds / scale = p (dp - delta).
