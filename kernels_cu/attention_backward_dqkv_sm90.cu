@@ -33,6 +33,10 @@ constexpr int kProducerRegisters = 24, kConsumerRegisters = (504 - kProducerRegi
 constexpr int kEarlyColumns = kSplitRows ? 56 : 16;
 // What query rows have of their own is read at once, while products are formed, where there are registers for it.
 constexpr bool kHoldsRows = !kSplitRows && !kSoftcap && !kKeyBias;
+// Where they are too few for what else would be read early or kept from step to step.
+constexpr bool kIsCramped = kSplitRows && kKeyBias;
+// Whether the next step is begun before the products of dk, which wait for those of dq anyway.
+constexpr bool kBeginsEarly = kSplitRows && !kIsCramped;
 constexpr int kDsBuffers = 2, kSendBuffers = 2;
 constexpr int kConsumerWarps = 4 * kConsumers;  // warps that fill a buffer of results
 static_assert(kTile.block_n == 64 * kConsumers, "each consumer warpgroup has 64 keys");
@@ -298,7 +302,7 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
   const u32 ds_at = smem.ds[0].address(warp_key0 + lane_id() % 16, lane_id() / 16 * 8);
   const u32 dq_at = shared_address(&smem.send[0]) + group * (64 * 64 * 4) + 16 * (threadIdx.x % 128);
   // By a shuffle, so that the compiler keeps it: the thread's number, from which it would work it out, comes late.
-  const int lane = __shfl_sync(kFullWarp, lane_id(), lane_id());
+  const int lane = kIsCramped ? lane_id() : __shfl_sync(kFullWarp, lane_id(), lane_id());
   PipelineState<kStages> q;
   PipelineState<kSendBuffers> buffer;
   int ds_buffer = 0;
@@ -342,7 +346,7 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
       const auto begin_step = [&] {
         mbarrier_wait(smem.q_barriers[q.stage].full, q.parity);
         step = smem.steps[q.stage];
-        lane_lse.read(smem.rows[q.stage].lse, lane);
+        if constexpr (!kIsCramped) lane_lse.read(smem.rows[q.stage].lse, lane);
         of_lse.read(smem.rows[q.stage].lse, lane);
       };
       int summed = 0;
@@ -360,7 +364,8 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
         mbarrier_wait(smem.dout_barriers[stage].full, q.parity);
         issue_nt<kTile.value_dim>(dp, smem.v, group_key0, smem.dout[stage]);
         wgmma_wait<1>(s);
-        const bool large = lane_lse.any_is_large();
+        const RowVectors& rows = smem.rows[stage];
+        const bool large = kIsCramped ? any_is_large<kTile.block_m>(rows.lse) : lane_lse.any_is_large();
         if constexpr (kSoftcap) {
           tangent.apply<false, 32>(s, large);
         } else if constexpr (kKeyBias) {
@@ -376,7 +381,6 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
           wgmma_wait<0>(dp);
           if (left == 1) release(smem.v_barriers.empty);
         };
-        const RowVectors& rows = smem.rows[stage];
         if constexpr (kSoftcap) {
           await_dp();
           tanh_to_p_and_ds(s, dp, params, rows.lse, rows.delta, large, keys, p, ds);
@@ -410,8 +414,7 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
           DqHalf dq;
           issue_tn<kTile.block_n>(dq, smem.ds[ds_buffer], kSplitRows ? group : 0, smem.k[0], kSplitRows ? 0 : group);
           ds_buffer ^= 1;
-          // Here where there are registers for it: products of dk wait for those of dq anyway.
-          if (kSplitRows && left > 1) begin_step();
+          if (kBeginsEarly && left > 1) begin_step();
           issue_nn(dk, ds, smem.q[stage]);
           await_buffer();
           const Sending& sending = smem.sending[buffer.stage];
@@ -447,7 +450,7 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
             }
           }
           pass_buffer();
-          if (!kSplitRows && left > 1) begin_step();
+          if (!kBeginsEarly && left > 1) begin_step();
         } else {
           issue_nn(dk, ds, smem.q[stage]);
           if (left > 1) begin_step();

@@ -133,7 +133,7 @@ def test_tiles_are_claimed_where_their_lengths_differ() -> None:
     )
     assert even and not even.claims and even.sections == (1, 1)
     assert hopper.forward(of_shape(4096, 4096, 128, np.float16, 16, window=(512, 512)), SMS, True).claims
-    assert uneven and uneven.claims and uneven.sections == (hopper.SECTION_BYTES // (4096 * 256 * 2), 16)
+    assert uneven and uneven.claims and uneven.sections == (hopper.SECTION_BYTES // (4096 * 256 * 2), -(-hopper.LAST_SECTION_TILES * SMS // 32))
     few = hopper.forward(of_shape(4096, 4096, 128, np.float16, causal=True), SMS, True)
     assert few and not few.claims
 
@@ -261,6 +261,14 @@ def test_query_heads_of_a_group_count_where_their_sums_wait_for_one_another() ->
         taken = hopper.backward(described)
         assert taken is not None
         assert hopper.dqkv_sections(described, taken.tile, 8, 16, SMS) == wanted
+
+
+@pytest.mark.parametrize(("m", "each"), [(512, 3), (2048, 1)])
+def test_of_even_tiles_a_head_is_taken_after_the_other_where_blocks_of_keys_are_many(m: int, each: int) -> None:
+    described = of_shape(m, m, 128, np.float16, heads=3, deterministic=False)
+    taken = hopper.backward(described)
+    assert taken is not None
+    assert hopper.dqkv_sections(described, taken.tile, 3, m // taken.tile.block_n, SMS) == (each, each)
 
 
 def test_gradients_of_other_features_and_dtypes_are_for_other_kernels() -> None:
