@@ -133,7 +133,8 @@ def test_tiles_are_claimed_where_their_lengths_differ() -> None:
     )
     assert even and not even.claims and even.sections == (1, 1)
     assert hopper.forward(of_shape(4096, 4096, 128, np.float16, 16, window=(512, 512)), SMS, True).claims
-    assert uneven and uneven.claims and uneven.sections == (hopper.SECTION_BYTES // (4096 * 256 * 2), -(-hopper.LAST_SECTION_TILES * SMS // 32))
+    last = -(-hopper.LAST_SECTION_TILES * SMS // 32)
+    assert uneven and uneven.claims and uneven.sections == (hopper.SECTION_BYTES // (4096 * 256 * 2), last)
     few = hopper.forward(of_shape(4096, 4096, 128, np.float16, causal=True), SMS, True)
     assert few and not few.claims
 
