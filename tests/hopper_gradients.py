@@ -113,6 +113,30 @@ def check_terms(
 # --- whatever the kernels ---------------------------------------------------------------------------------------------
 
 
+def check_terms_of_lengths(
+    dtype: str, d: int, e: int, terms: dict[str, Any], kernels: Set[str] = frozenset({WHOLE})
+) -> None:
+    """Lengths that no block divides, a block of keys and several, scores beyond each series' limit."""
+    for band in BANDS:
+        for heads, m, n, wide in ((2, 200, 300, 1.0), (2, 70, 90, 4.0), (1, 1, 300, 1.0)):
+            check_terms(dtype, (heads, m, d), (heads, n, d), (heads,), terms | band, wide=wide, e=e, kernels=kernels)
+
+
+def check_sums_of_dkey_bias(
+    q: tuple[int, ...],
+    k: tuple[int, ...],
+    bias: tuple[int, ...],
+    grouped: bool,
+    options: dict[str, Any],
+    d: int,
+    kernels: Set[str] = frozenset({WHOLE}),
+) -> None:
+    """Of batch axes ``q``, ``k`` and ``bias``, with a softcap and without."""
+    options = options | {"key_bias": "some absent"} | ({"grouped_heads": True} if grouped else {})
+    for more in ({}, {"softcap": 3.0}):
+        check_terms("bfloat16", (*q, 100, d), (*k, 150, d), bias, options | more, kernels=kernels)
+
+
 def check_without_weight(d: int, options: Mapping[str, Any], kernels: Set[str], **mode: Any) -> None:
     """Gradients are 0, and none is NaN: heads without any key that has a weight, and keys that no row sees."""
     rng = np.random.default_rng(22)

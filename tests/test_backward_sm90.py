@@ -31,7 +31,9 @@ from hopper_gradients import (
     check_replays_of_a_graph,
     check_same_bits,
     check_same_bits_with_terms,
+    check_sums_of_dkey_bias,
     check_terms,
+    check_terms_of_lengths,
     check_without_weight,
     in_16_bits,
     taken,
@@ -84,10 +86,7 @@ def test_drawn_calls_with_score_terms(
 @pytest.mark.parametrize("d", [64, 96, 128])
 @pytest.mark.parametrize("terms", SCORE_TERMS, ids=str)
 def test_score_terms(dtype: str, terms: dict[str, Any], d: int) -> None:
-    """Lengths that no block divides, a block of keys and several, scores beyond each series' limit."""
-    for band in BANDS:
-        for heads, m, n, wide in ((2, 200, 300, 1.0), (2, 70, 90, 4.0), (1, 1, 300, 1.0)):
-            check_terms(dtype, (heads, m, d), (heads, n, d), (heads,), terms | band, wide=wide)
+    check_terms_of_lengths(dtype, d, d, terms)
 
 
 @pytest.mark.parametrize("d", [64, 128])
@@ -110,10 +109,8 @@ def test_score_terms(dtype: str, terms: dict[str, Any], d: int) -> None:
 def test_dkey_bias_is_summed_over_the_axes_that_key_bias_lacks(
     q: tuple[int, ...], k: tuple[int, ...], bias: tuple[int, ...], grouped: bool, options: dict[str, Any], d: int
 ) -> None:
-    """Whichever dk and dv are summed over, with a softcap and without."""
-    options = options | {"key_bias": "some absent"} | ({"grouped_heads": True} if grouped else {})
-    for more in ({}, {"softcap": 3.0}):
-        check_terms("bfloat16", (*q, 100, d), (*k, 150, d), bias, options | more)
+    """Whichever dk and dv are summed over."""
+    check_sums_of_dkey_bias(q, k, bias, grouped, options, d)
 
 
 @both_modes
