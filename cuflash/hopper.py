@@ -24,8 +24,8 @@ BACKWARD_SECTION_BYTES = 24 << 20
 
 LAST_SECTION_TILES = 3
 """Of the last section, for each multiprocessor, where tiles differ in length: a smaller one would end with long tiles.
-With 32 heads of 3 MB, a last section of two heads was 10 percent behind; with a query head for each of 8 (64) heads of
-keys, the backward 35 percent."""
+With 32 heads of 3 MB, a last section of two heads was 10 percent behind; with 8 of 64 heads for keys, the backward 35
+percent. But at most twice as many positions as the L2 holds: 99 heads of 512 kB for 32 cost the forward 6 percent."""
 
 KEY_BLOCKS_APART = 16
 """Blocks of keys from which on CTAs that are at one head together are seldom at the same rows of dq. Then a head is
@@ -166,7 +166,7 @@ def forward(problem: Problem, multiprocessors: int, plain: bool) -> Forward | No
 def _sections(positions: int, held: int, tiles_of_each: int, multiprocessors: int, uneven: bool) -> Sections:
     """Of so many batch positions, of which the L2 holds some at once. ``uneven``: their tiles differ in length."""
     each = max(1, min(held, positions))
-    least = -(-LAST_SECTION_TILES * multiprocessors // tiles_of_each) if uneven else 0
+    least = min(-(-LAST_SECTION_TILES * multiprocessors // tiles_of_each), 2 * each) if uneven else 0
     return Sections(each, min(positions, max(each, least)))
 
 

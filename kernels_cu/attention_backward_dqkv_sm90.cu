@@ -31,7 +31,7 @@ constexpr int kProducerRegisters = 24, kConsumerRegisters = (504 - kProducerRegi
 // Of p so many columns are formed while dp is, the others among the multiplications of ds: exponentials are the slowest
 // of these instructions, and keep few others waiting if they are spread.
 constexpr int kEarlyColumns = kSplitRows ? 56 : 16;
-// What query rows have of their own is read at once, while products are formed, where there are registers for it.
+// Where there are registers for it, lse is read at once, before products are issued.
 constexpr bool kHoldsRows = !kSplitRows && !kSoftcap && !kKeyBias;
 // Where they are too few for what else would be read early or kept from step to step.
 constexpr bool kIsCramped = kSplitRows && kKeyBias;
@@ -39,6 +39,7 @@ constexpr bool kIsCramped = kSplitRows && kKeyBias;
 constexpr bool kBeginsEarly = kSplitRows && !kIsCramped;
 constexpr int kDsBuffers = 2, kSendBuffers = 2;
 constexpr int kConsumerWarps = 4 * kConsumers;  // warps that fill a buffer of results
+static_assert(kStages >= 2, "the next q is awaited before this one is given up");
 static_assert(kTile.block_n == 64 * kConsumers, "each consumer warpgroup has 64 keys");
 static_assert(kSplitRows ? kTile.head_dim == 64 : kTile.block_m == 64 && kTile.head_dim > 64 && kTile.head_dim <= 128);
 static_assert(kRowPadding % kTile.block_m == 0, "tiles of row vectors load whole");
@@ -133,7 +134,7 @@ __device__ __forceinline__ void produce(const TmaParams& tma, SharedStorage& sme
       const int row0 = step.block * kTile.block_m;
       const bool is_partial = !work.rows.is_full(step.block) || (work.block + 1) * kTile.block_n > params.seqlen_k;
       const bool ends_batch = step.next(work);
-      mbarrier_wait(smem.q_barriers[q.stage].empty, q.parity ^ 1);
+      mbarrier_wait(smem.q_barriers[q.stage].empty, q.parity ^ 1);  // the record, too, has been read
       smem.steps[q.stage] = {row0, is_partial, ends_batch};
       const i64 at = batch_at + row0;
       const u32 nbytes = sizeof(RowVectors::lse);
@@ -301,7 +302,8 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
   };
   const u32 ds_at = smem.ds[0].address(warp_key0 + lane_id() % 16, lane_id() / 16 * 8);
   const u32 dq_at = shared_address(&smem.send[0]) + group * (64 * 64 * 4) + 16 * (threadIdx.x % 128);
-  // By a shuffle, so that the compiler keeps it: the thread's number, from which it would work it out, comes late.
+  // By a shuffle the compiler keeps it, where there are registers: the thread's number, from which it would work it out
+  // each time, comes late.
   const int lane = kIsCramped ? lane_id() : __shfl_sync(kFullWarp, lane_id(), lane_id());
   PipelineState<kStages> q;
   PipelineState<kSendBuffers> buffer;
@@ -331,6 +333,7 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
     dk.clear(), dv.clear();
     if (work.steps == 0) {
       mbarrier_wait(smem.v_barriers.full, parity);
+      barrier_sync<256>(1);  // all warps have read the record: none is left behind by more than a tile
       if constexpr (kKeyBias) {
 #pragma unroll 1
         for (int summed = 0; summed < loop_count(params); ++summed) begin_keys(summed), finish_keys(summed);
@@ -372,7 +375,7 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
           keys.add(s, params.scale);
         }
         if (step.is_partial || (kKeyBias && keys.any_is_absent())) {
-          const int row0 = smem.steps[stage].row0;
+          const int row0 = smem.steps[stage].row0;  // seldom wanted: read again, not kept
           mask_by_row_limits(s, params, key0 + warp_key0, row0, [&](int r) { return kKeyBias && keys.is_absent(r); });
           mask_beyond_length(s, params, row0);
         }

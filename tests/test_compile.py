@@ -98,8 +98,6 @@ def faults(variant: Variant) -> list[str]:
     """What is wrong with a compiled variant."""
     used = compile.resources(variant)
     allowed = tiles.may_spill(variant)
-    if compile.nvrtc_version() > (13, 0):  # most limits are of 13.0, by which kernels are timed
-        allowed += allowed // 16
     found = [f"{variant}: spills or local memory: {used}"] if max(used.spill_bytes, used.stack_bytes) > allowed else []
     if variant.operation.startswith(MATMULS):
         opcodes, wide = sass.opcodes(compile.cubin_path(variant)), tiles.kind(variant.dtype) != "16 bits"

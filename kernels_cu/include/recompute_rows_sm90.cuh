@@ -20,7 +20,7 @@ struct OwnRows {
     any_is_large = __any_sync(kFullWarp, is_large(lse[0]) || is_large(lse[1]));
   }
 
-  // p = 2^(s c - lse), of large lse as large_scores_to_p.
+  // p = 2^(s c - lse), of large lse as in recompute_sm90.cuh.
   template <int kCols>
   __device__ __forceinline__ void scores_to_p(Fragment<1, kCols>& s, const Params& params) const {
     if (any_is_large) {

@@ -6,8 +6,8 @@
 
 namespace cuflash {
 
-// What the columns of a lane have of their own, by pairs: read when this is made, under products that it waits for
-// anyway, or, where there are no registers for that, each when it is wanted.
+// What the columns of a lane have of their own, by pairs: held from read() on, or, where there are no registers for
+// that, each read when it is wanted.
 template <int kCols, bool kHeld>
 class LaneColumns {
   u32 at;
