@@ -7,6 +7,7 @@ the portable kernels.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -44,7 +45,7 @@ from on_gpu import BACKEND, examples, hopper_kernels, plain
 from on_gpu import needs as gradients_needed
 
 import cuflash
-from cuflash import needs
+from cuflash import hopper, needs
 
 pytestmark = pytest.mark.gpu
 both_modes = pytest.mark.parametrize("deterministic", [True, False], ids=["in order", "unordered"])
@@ -199,6 +200,23 @@ def test_rows_without_keys_and_keys_without_rows(
     m: int, n: int, options: dict[str, Any], d: int, deterministic: bool
 ) -> None:
     case = Case("float16", (3, m, d), (3, n, d), (3, n, d), None, options, {}, "normal", 12)
+    with hopper_kernels("name") as launched:
+        check_backward(BACKEND, case, "sm90", None, True, True, deterministic=deterministic)
+    assert takes(launched)
+
+
+@both_modes
+@pytest.mark.parametrize("heads", [(7,), (7, 2)], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_heads_in_several_sections(
+    causal: bool, heads: tuple[int, ...], deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each block of keys is somebody's: two or four heads a section, and more in the last one."""
+    m, n, d = 531, 403, 64
+    monkeypatch.setattr(hopper, "BACKWARD_SECTION_BYTES", 2 * m * (2 * 2 * d + 4 * d) * math.prod(heads[1:]))
+    options = {"causal": causal, "align": 0} if causal else {}
+    shared = (*heads[:1], *(1,) * len(heads[1:]))
+    case = Case("float16", (*heads, m, d), (*shared, n, d), (*shared, n, d), None, options, {}, "normal", 17)
     with hopper_kernels("name") as launched:
         check_backward(BACKEND, case, "sm90", None, True, True, deterministic=deterministic)
     assert takes(launched)
