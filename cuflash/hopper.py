@@ -39,7 +39,7 @@ WORTH_PLANES = 170
 """Scores for each row of q, k and v from which on planes, or copies, save more time than it costs to make them."""
 
 CLAIMS_NBYTES = 16
-"""Of the count of claimed tiles, and what keeps others away from it."""
+"""Of the count of claimed tiles, and what keeps others away from it; of gradients also `CAREFUL_AT`."""
 
 WARPGROUP_ROWS = 64
 """Of the products of a warpgroup."""
@@ -112,13 +112,15 @@ class BackwardScratch(NamedTuple):
 
     row_lse: int
     delta: int
+    row_terms: int
+    """Of the kernel for all gradients, where its products take off lse and delta."""
     partials: int
     """Of dkey_bias, at each batch position."""
     dq_accum: int
     counts: int
     nbytes: int
     counts_nbytes: int
-    """Of claims, and from `CLAIMS_NBYTES` on of turns."""
+    """Of claims, with `CAREFUL_AT` beside them, and from `CLAIMS_NBYTES` on of turns."""
 
 
 class Map(NamedTuple):
@@ -156,7 +158,7 @@ def forward(problem: Problem, multiprocessors: int, plain: bool) -> Forward | No
     count = -(-problem.m // tile.block_m) * batch
     if count > params.MAX_INT - multiprocessors:  # CTAs claim as many numbers after the last tile's
         return None
-    uneven = scores < problem.m * problem.n
+    uneven = _is_uneven(problem)
     nbytes = 2 * planes * problem.n * (problem.d + problem.e)
     held = SECTION_BYTES // nbytes if uneven else 1
     sections = _sections(batch, held, -(-problem.m // tile.block_m), multiprocessors, uneven)
@@ -296,6 +298,12 @@ def _map(tensor: str, offset: int, box: tma.Box) -> Map:
 DELTA_ROWS = 64
 """Of a CTA of attention_delta_sm90.cu."""
 
+CAREFUL_AT = 4
+"""Where in the counters the kernel for all gradients finds whether some row needs care (row_terms_sm90.cuh)."""
+
+ROW_TERMS_NBYTES = 16
+"""Of a row, as row_terms_sm90.cuh has it."""
+
 TURN_NBYTES = 8
 """Of the record of a block of query rows, as dq_turns_sm90.cuh has it."""
 
@@ -328,16 +336,22 @@ def split_backward(problem: Problem, plain: bool = True) -> SplitBackward | None
 
 
 @lru_cache(maxsize=4096)
-def backward_scratch(problem: Problem, sums: memory.Sums | None) -> BackwardScratch:
-    """``sums``: of dq in the kernel for all gradients. Counts are there for calls that may overlap others of their
-    stream."""
+def backward_scratch(problem: Problem, sums: memory.Sums | None, terms: bool = False) -> BackwardScratch:
+    """``sums``: of dq in the kernel for all gradients; ``terms``: `takes_row_terms` of it. Counts are there for calls
+    that may overlap others of their stream."""
     rows, q_batch = memory.row_nbytes(problem), math.prod(problem.q_batch)
     bias = 4 * math.prod(problem.inner_batch) * problem.n if problem.has_key_bias else 0
     elements, turns = (sums.elements, sums.turns) if sums else (0, 0)
     sums_nbytes, counts = 4 * q_batch * elements, CLAIMS_NBYTES + TURN_NBYTES * q_batch * turns
-    parts = (rows, rows, -(-bias // 16) * 16, sums_nbytes, counts)
-    delta, partials, accum, counts_at, end = itertools.accumulate(parts)
-    return BackwardScratch(0, delta, partials, accum, counts_at, end + 16, counts)
+    row_terms = ROW_TERMS_NBYTES // 4 * rows if terms else 0
+    parts = (rows, rows, row_terms, -(-bias // 16) * 16, sums_nbytes, counts)
+    delta, terms_at, partials, accum, counts_at, end = itertools.accumulate(parts)
+    return BackwardScratch(0, delta, terms_at, partials, accum, counts_at, end + 16, counts)
+
+
+def takes_row_terms(taken: Backward, plain: bool) -> bool:
+    """Whether the products of the kernel for all gradients take off lse and delta. ``plain``: as in `forward`."""
+    return plain and taken.tile.block_m == 64
 
 
 def backward_maps(problem: Problem, layout: memory.Layout, taken: Backward) -> tuple[Map, ...] | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuflash import compile, few, hopper, memory, overlap, params, tiles, tma
-from cuflash.needs import POINTERS, Needs, provide, reserve
+from cuflash.needs import POINTERS, Needs, forget_counters, provide, reserve
 from cuflash.problem import Problem
 
 LOG = os.environ.get("CUFLASH_LOG") == "1"
@@ -119,8 +120,9 @@ def workspace_nbytes(problem: Problem, operation: str) -> int:
 
     Forward: where the grid splits the keys, what each split leaves of a row, and counts; where float32 is
     multiplied in planes, those; where the copy engine cannot follow arrays, copies of them; where CTAs claim tiles,
-    a count. Backward: two numbers a query row, and where one kernel may compute all gradients, a row of sums as
-    wide as its tile and a count for each block of rows; on Hopper also one a key and batch position for key_bias.
+    a count. Backward: two numbers a query row (on Hopper as many as six), and where one kernel may compute all
+    gradients, a row of sums as wide as its tile and a count for each block of rows; on Hopper also one a key and batch
+    position for key_bias.
     """
     families = device_families(problem.device)
     if operation != "attention_backward":
@@ -130,7 +132,8 @@ def workspace_nbytes(problem: Problem, operation: str) -> int:
     nbytes = memory.workspace_of(problem, _fused_sums(problem, families.portable)).nbytes
     if families.hopper and problem.has_value:
         if whole := hopper.backward(problem):
-            nbytes = max(nbytes, hopper.backward_scratch(problem, whole.sums).nbytes)
+            terms = hopper.takes_row_terms(whole, is_plain(problem))
+            nbytes = max(nbytes, hopper.backward_scratch(problem, whole.sums, terms).nbytes)
         if hopper.split_backward(problem, is_plain(problem)):
             nbytes = max(nbytes, hopper.backward_scratch(problem, None).nbytes)
     return nbytes
@@ -235,20 +238,33 @@ def _arguments(launch: Launch, pointers: tuple[int, ...]) -> tuple[Any]:
     return (np.frombuffer(maps + params.pack(pointers, launch.tail), launch.packed)[0],)
 
 
+_enqueuing = threading.Lock()
+"""Kernels of a call tell each other things by way of the counters of their stream: no other call comes between them."""
+
+
 def enqueue(plan: tuple[Launch, ...], pointers: Sequence[int], zeros: int = 0, nbytes: int = 0) -> None:
     """Enqueue the kernels, and before them zeros for so many bytes from an address on."""
     launches = _addressed(plan, tuple(pointers))  # first: the driver may refuse a tensor map
-    if nbytes:
-        import cupy
+    with _enqueuing:
+        if nbytes:
+            import cupy
 
-        cupy.cuda.runtime.memsetAsync(zeros, 0, nbytes, cupy.cuda.get_current_stream().ptr)
-    for launch, taken in launches:
-        if LOG:
-            print(f"cuflash: {launch.variant}, grid {launch.grid[0]}", file=sys.stderr)
-        if launch.overlaps:
-            overlap.launch(launch.kernel, launch.grid[0], launch.block[0], taken[0], launch.smem_bytes)
-        else:
-            launch.kernel(launch.grid, launch.block, taken, launch.smem_bytes)
+            cupy.cuda.runtime.memsetAsync(zeros, 0, nbytes, cupy.cuda.get_current_stream().ptr)
+        try:
+            for launch, taken in launches:
+                _enqueue_kernel(launch, taken)
+        except BaseException:
+            forget_counters()  # the kernel that was to leave them at 0 may be missing
+            raise
+
+
+def _enqueue_kernel(launch: Launch, taken: tuple[Any]) -> None:
+    if LOG:
+        print(f"cuflash: {launch.variant}, grid {launch.grid[0]}", file=sys.stderr)
+    if launch.overlaps:
+        overlap.launch(launch.kernel, launch.grid[0], launch.block[0], taken[0], launch.smem_bytes)
+    else:
+        launch.kernel(launch.grid, launch.block, taken, launch.smem_bytes)
 
 
 # Plans
@@ -433,8 +449,8 @@ def _plan_backward_sm90(
     if not kernels:
         return None
     own_bits = dict(zip(("dq", "dk", "dv"), gradient_bits, strict=True))
-    sums = next((taken.sums for taken, names in kernels if isinstance(taken, hopper.Backward) and "dq" in names), None)
-    layout = memory.layout_of(problem, given, sums)
+    whole, of_whole = next(((x, names) for x, names in kernels if isinstance(x, hopper.Backward)), (None, ()))
+    layout = memory.layout_of(problem, given, whole.sums if whole and "dq" in of_whole else None)
     launches: tuple[Launch, ...] = ()
     for taken, names in kernels:
         if isinstance(taken, hopper.Backward):
@@ -444,7 +460,8 @@ def _plan_backward_sm90(
         if not found:
             return None
         launches += found
-    return _Plan((_delta_sm90(problem, layout, bits), *launches), _backward_sm90_needs(problem, layout, sums))
+    needs = _backward_sm90_needs(problem, layout, whole, "dq" in of_whole)
+    return _Plan((_delta_sm90(problem, layout, bits), *launches), needs)
 
 
 def _sm90_backward_kernels(
@@ -574,14 +591,22 @@ def _over_tiles(
     return replace(launch, overlaps=True)
 
 
-def _backward_sm90_needs(problem: Problem, layout: memory.Layout, sums: memory.Sums | None) -> Needs:
-    scratch = hopper.backward_scratch(problem, sums)
+def _backward_sm90_needs(
+    problem: Problem, layout: memory.Layout, whole: hopper.Backward | None, needs_dq: bool
+) -> Needs:
+    """``whole``: how the kernel for all gradients, or for all but dq, takes the problem, where it does."""
+    sums = whole.sums if whole and needs_dq else None
+    terms = sums is not None and whole is not None and hopper.takes_row_terms(whole, is_plain(problem))
+    scratch = hopper.backward_scratch(problem, sums, terms)
     begins = scratch._asdict()
-    names = ("row_lse", "delta", *(("dq_accum",) if sums else ()), *(("partials",) if _bias_axes(layout) else ()))
+    asked = {"row_terms": terms, "dq_accum": sums is not None, "partials": _bias_axes(layout) != ()}
+    names = ("row_lse", "delta", *(name for name, is_asked in asked.items() if is_asked))
     parts = tuple((POINTERS[name], begins[name]) for name in names)
     # Kernels of a call count one after the other.
-    counters = ((POINTERS["claims"], 0), *(((POINTERS["dq_turn"], hopper.CLAIMS_NBYTES),) if sums else ()))
-    return Needs(scratch.nbytes, parts, (), scratch.counts_nbytes, scratch.counts, counters)
+    counters = {"claims": 0} | ({"careful": hopper.CAREFUL_AT} if whole else {})
+    counters |= {"dq_turn": hopper.CLAIMS_NBYTES} if sums else {}
+    numbered = tuple((POINTERS[name], begin) for name, begin in counters.items())
+    return Needs(scratch.nbytes, parts, (), scratch.counts_nbytes, scratch.counts, numbered)
 
 
 def _backward_operations(problem: Problem, family: str) -> dict[str, tuple[str, ...]]:

@@ -82,6 +82,11 @@ def _counters(device: int, nbytes: int) -> tuple[Any, int]:
     return counters, counters.data.ptr
 
 
+def forget_counters() -> None:
+    """Of all streams: the next call of each takes new ones."""
+    _zeros.clear()
+
+
 def _stream_id(pointer: int) -> int:
     """A number that no other stream of a device has or will have."""
     if pointer == 0:  # the default stream, which stays

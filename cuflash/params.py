@@ -16,7 +16,7 @@ TENSORS = (
 )  # fmt: skip
 """Arrays of a call. ``row_lse`` and those after ``dkey_bias`` live in the workspace, as ``delta`` does."""
 
-SCRATCH = ("claims", "partials")
+SCRATCH = ("claims", "partials", "row_terms", "careful")
 """Arrays of the workspace that no kernel needs strides for."""
 
 STRIDES_PER_TENSOR = 5

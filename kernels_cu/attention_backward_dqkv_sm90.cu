@@ -19,6 +19,7 @@
 #include "ptx/grid.cuh"
 #include "ptx/registers.cuh"
 #include "recompute_sm90.cuh"
+#include "row_terms_sm90.cuh"
 #include "store_direct.cuh"
 
 namespace cuflash {
@@ -30,9 +31,14 @@ constexpr bool kSplitRows = kTile.block_m == 128;
 constexpr int kProducerRegisters = 24, kConsumerRegisters = (504 - kProducerRegisters) / 2;
 // Of p so many columns are formed while dp is, the others among the multiplications of ds: exponentials are the slowest
 // of these instructions, and keep few others waiting if they are spread.
-constexpr int kEarlyColumns = kSplitRows ? 56 : 16;
-// Where there are registers for it, lse is read at once, before products are issued.
-constexpr bool kHoldsRows = !kSplitRows && !kSoftcap && !kKeyBias;
+constexpr int kEarlyColumns = !kSplitRows ? 32 : kKeyBias ? 56 : 40;
+// Whether products take off lse and delta. It pays above 64 features, where shared memory is what is full.
+constexpr bool kTermsInProducts = !kSplitRows && !kSoftcap && !kKeyBias;
+// Likewise, the last steps of scores have K in registers: as many as there are registers for.
+constexpr int kHeldSteps = 2;
+// Whether calls with rows that need care have a loop of their own: a branch in a common one keeps ptxas from mixing
+// exponentials, products and stores. With score terms there are no registers for two.
+constexpr bool kTwoLoops = !kSoftcap && !kKeyBias;
 // Where they are too few for what else would be read early or kept from step to step.
 constexpr bool kIsCramped = kSplitRows && kKeyBias;
 // Whether the next step is begun before the products of dk, which wait for those of dq anyway.
@@ -58,8 +64,12 @@ using DsTile = PanelTile<kTile.block_n, kTile.block_m>;  // transposed: rows are
 using Scores = Fragment<1, kTile.block_m>;               // likewise
 using DqHalf = Fragment<1, 64>;
 
-struct RowVectors {
-  alignas(16) float lse[kTile.block_m], delta[kTile.block_m];
+// What query rows have of their own: lse and delta, or both as columns of products.
+union RowVectors {
+  struct {
+    alignas(16) float lse[kTile.block_m], delta[kTile.block_m];
+  };
+  RowTerms terms[kSplitRows ? 1 : kTile.block_m];
 };
 // What consumers are to know of a step: the producer works it out, and it is there when q is. Of use until the products
 // of dk are issued: after that q may be given up.
@@ -67,6 +77,7 @@ struct StepRecord {
   int row0;
   bool is_partial;  // some rows do not see some keys
   bool ends_batch;  // the last one at its batch position
+  int vectors;      // block of row vectors
 };
 // dq in the order of its registers: of each warpgroup, its columns by eights, of each of those 16 bytes a thread.
 struct DqSums {
@@ -96,6 +107,7 @@ struct SharedStorage {
   u64 send_ready[kSendBuffers], send_filled[kSendBuffers], send_free[kSendBuffers];
   Sending sending[kSendBuffers];  // there from when the buffer is ready until it is free
   KeyWork work[kWorks];           // there when K is
+  u32 is_careful;                 // likewise: whether some row of the call needs care
   KeySums dkey_bias;
 };
 static_assert(sizeof(SharedStorage) == kSmemBytes, "the tile table counts the same bytes");
@@ -105,10 +117,15 @@ __device__ __forceinline__ void produce(const TmaParams& tma, SharedStorage& sme
   const Params& params = tma.params;
   const int tiles = tile_count(params);
   // Each CTA's last claim is in vain: so the count is back at 0 in the end, for the next launch.
-  const auto claim = [&] { return int(atomicInc(params.claims, tiles + gridDim.x - 1)); };
+  const auto claim = [&] {
+    const u32 last = tiles + gridDim.x - 1, claimed = atomicInc(params.claims, last);
+    if (claimed == last) *params.careful = 0;  // all others have claimed before, and looked at this before that
+    return int(claimed);
+  };
   PipelineState<kStages> q;
   TileState state;
   grid_wait();  // row vectors are there, and whoever counted before is done
+  smem.is_careful = load_acquire(params.careful);
   int tile = claim();
   for (;; state.next()) {
     const u32 parity = state.parity;
@@ -135,15 +152,20 @@ __device__ __forceinline__ void produce(const TmaParams& tma, SharedStorage& sme
       const bool is_partial = !work.rows.is_full(step.block) || (work.block + 1) * kTile.block_n > params.seqlen_k;
       const bool ends_batch = step.next(work);
       mbarrier_wait(smem.q_barriers[q.stage].empty, q.parity ^ 1);  // the record, too, has been read
-      smem.steps[q.stage] = {row0, is_partial, ends_batch};
       const i64 at = batch_at + row0;
-      const u32 nbytes = sizeof(RowVectors::lse);
+      smem.steps[q.stage] = {row0, is_partial, ends_batch, int(at / kTile.block_m)};
+      const u32 nbytes = kTermsInProducts ? sizeof(RowVectors::terms) : sizeof(RowVectors::lse);
+      const u32 delta_nbytes = kTermsInProducts ? 0 : sizeof(RowVectors::delta);
       RowVectors& rows = smem.rows[q.stage];
-      fill(smem.q[q.stage], smem.q_barriers[q.stage], q.parity, tma.q, row0, batch, params.q_stride, nbytes);
-      bulk_load(rows.lse, params.row_lse + at, nbytes, smem.q_barriers[q.stage].full);
-      fill(smem.dout[q.stage], smem.dout_barriers[q.stage], q.parity, tma.dout, row0, batch, params.dout_stride,
-           nbytes);
-      bulk_load(rows.delta, params.delta + at, nbytes, smem.dout_barriers[q.stage].full);
+      BufferBarriers &of_q = smem.q_barriers[q.stage], &of_dout = smem.dout_barriers[q.stage];
+      fill(smem.q[q.stage], of_q, q.parity, tma.q, row0, batch, params.q_stride, nbytes);
+      if constexpr (kTermsInProducts) {
+        bulk_load(rows.terms, static_cast<const RowTerms*>(params.row_terms) + at, nbytes, of_q.full);
+      } else {
+        bulk_load(rows.lse, params.row_lse + at, nbytes, of_q.full);
+      }
+      fill(smem.dout[q.stage], of_dout, q.parity, tma.dout, row0, batch, params.dout_stride, delta_nbytes);
+      if constexpr (!kTermsInProducts) bulk_load(rows.delta, params.delta + at, delta_nbytes, of_dout.full);
       q.next();
       if (ends_batch) begin_batch();
     };
@@ -170,9 +192,12 @@ __device__ __forceinline__ float* sum_of(const Params& params, const DqPart& par
 __device__ __forceinline__ void prepare_buffers(const Params& params, SharedStorage& smem) {
   DqTurn* const turns = turns_of(params);
   PipelineState<kSendBuffers> buffer;
-  const auto give = [&](const Sending& sending) {
+  const auto prepare = [&](const Sending& sending) {
     mbarrier_wait(smem.send_free[buffer.stage], buffer.parity ^ 1);
     smem.sending[buffer.stage] = sending;
+  };
+  const auto give = [&](const Sending& sending) {
+    prepare(sending);
     mbarrier_arrive(smem.send_ready[buffer.stage]);
     buffer.next();
   };
@@ -196,8 +221,7 @@ __device__ __forceinline__ void prepare_buffers(const Params& params, SharedStor
         give(sending);
         continue;
       }
-      mbarrier_wait(smem.send_free[buffer.stage], buffer.parity ^ 1);
-      smem.sending[buffer.stage] = sending;
+      prepare(sending);
       DqTurn& turn = turns[part.number];
       await_parts(turn, part.role.rank);
       turn = DqTurn{};          // all others have drawn and counted: nobody looks any more
@@ -305,6 +329,8 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
   // By a shuffle the compiler keeps it, where there are registers: the thread's number, from which it would work it out
   // each time, comes late.
   const int lane = kIsCramped ? lane_id() : __shfl_sync(kFullWarp, lane_id(), lane_id());
+  TermFactors of_lse, of_delta;
+  if constexpr (kTermsInProducts) of_lse.form(lane, false), of_delta.form(lane, true);
   PipelineState<kStages> q;
   PipelineState<kSendBuffers> buffer;
   int ds_buffer = 0;
@@ -344,131 +370,161 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
       const int key0 = work.block * kTile.block_n;
       // Asked for of a step before its products are issued: beside those shared memory answers late.
       StepRecord step;
-      LaneLse<kTile.block_m> lane_lse;
-      LaneColumns<kTile.block_m, kHoldsRows> of_lse;
       const auto begin_step = [&] {
         mbarrier_wait(smem.q_barriers[q.stage].full, q.parity);
         step = smem.steps[q.stage];
-        if constexpr (!kIsCramped) lane_lse.read(smem.rows[q.stage].lse, lane);
-        of_lse.read(smem.rows[q.stage].lse, lane);
       };
       int summed = 0;
       if constexpr (kKeyBias) begin_keys(0);
       begin_step();
+      OperandA<16 * kHeldSteps> last_k;
+      if constexpr (kTermsInProducts) load_operand(last_k, smem.k, warp_key0, kTile.head_dim - 16 * kHeldSteps);
       mbarrier_wait(smem.v_barriers.full, parity);
       int left = work.steps;
-      do {
-        const int stage = q.stage;
-        const bool ends_batch = step.ends_batch;
-        Scores s, dp;
-        int scores_row0 = group_key0;
-        asm volatile("" : "+r"(scores_row0));  // its descriptors are made again each time, not kept in local memory
-        issue_nt<kTile.head_dim>(s, smem.k, scores_row0, smem.q[stage]);
-        mbarrier_wait(smem.dout_barriers[stage].full, q.parity);
-        issue_nt<kTile.value_dim>(dp, smem.v, group_key0, smem.dout[stage]);
-        wgmma_wait<1>(s);
-        const RowVectors& rows = smem.rows[stage];
-        const bool large = kIsCramped ? any_is_large<kTile.block_m>(rows.lse) : lane_lse.any_is_large();
-        if constexpr (kSoftcap) {
-          tangent.apply<false, 32>(s, large);
-        } else if constexpr (kKeyBias) {
-          keys.add(s, params.scale);
-        }
-        if (step.is_partial || (kKeyBias && keys.any_is_absent())) {
-          const int row0 = smem.steps[stage].row0;  // seldom wanted: read again, not kept
-          mask_by_row_limits(s, params, key0 + warp_key0, row0, [&](int r) { return kKeyBias && keys.is_absent(r); });
-          mask_beyond_length(s, params, row0);
-        }
-        OperandA<kTile.block_m> p, ds;
-        const auto await_dp = [&] {
-          wgmma_wait<0>(dp);
-          if (left == 1) release(smem.v_barriers.empty);
-        };
-        if constexpr (kSoftcap) {
-          await_dp();
-          tanh_to_p_and_ds(s, dp, params, rows.lse, rows.delta, large, keys, p, ds);
-        } else {
-          // The early columns in both branches: in one place behind them, ptxas would put them behind the wait, too.
-          if (large) {
-            scores_to_exponents<true>(s, params, of_lse);
-            exponents_to_p<0, kEarlyColumns>(s);
+      const auto run_steps = [&](auto careful) {
+        constexpr bool kCareful = decltype(careful)::value, kLessTerms = kTermsInProducts && !kCareful;
+        do {
+          const int stage = q.stage;
+          const bool ends_batch = step.ends_batch;
+          Scores s, dp;
+          int scores_row0 = group_key0;
+          asm volatile("" : "+r"(scores_row0));  // its descriptors are made again each time, not kept in local memory
+          const RowVectors& rows = smem.rows[stage];
+          if constexpr (kLessTerms) {
+            issue_nt<kTile.head_dim, kHeldSteps>(s, smem.k, scores_row0, last_k.x[0], smem.q[stage], of_lse.x,
+                                                 rows.terms);
+            mbarrier_wait(smem.dout_barriers[stage].full, q.parity);
+            issue_nt<kTile.value_dim, 0>(dp, smem.v, group_key0, nullptr, smem.dout[stage], of_delta.x, rows.terms);
           } else {
-            scores_to_exponents<false>(s, params, of_lse);
-            exponents_to_p<0, kEarlyColumns>(s);
+            issue_nt<kTile.head_dim>(s, smem.k, scores_row0, smem.q[stage]);
+            mbarrier_wait(smem.dout_barriers[stage].full, q.parity);
+            issue_nt<kTile.value_dim>(dp, smem.v, group_key0, smem.dout[stage]);
           }
-          const LaneColumns<kTile.block_m, false> of_delta(rows.delta, lane);
-          await_dp();
-          exponents_to_p<kEarlyColumns, kTile.block_m>(s);
-          if constexpr (kKeyBias) {
-            dp_to_ds(dp, s, of_delta, keys);
+          wgmma_wait<1>(s);
+          const bool is_careful = kTwoLoops    ? kCareful
+                                  : kIsCramped ? any_is_large<kTile.block_m>(rows.lse)
+                                               : smem.is_careful != 0;
+          if constexpr (kSoftcap) {
+            tangent.apply<false, 32>(s, is_careful);
+          } else if constexpr (kKeyBias) {
+            keys.add(s, params.scale);
+          }
+          if (step.is_partial || (kKeyBias && keys.any_is_absent())) {
+            const int row0 = smem.steps[stage].row0;  // seldom wanted: read again, not kept
+            mask_by_row_limits(s, params, key0 + warp_key0, row0, [&](int r) { return kKeyBias && keys.is_absent(r); });
+            mask_beyond_length(s, params, row0);
+          }
+          const auto columns = [&](const float* in_smem, const float* in_gmem) {
+            if constexpr (kTermsInProducts) {
+              return FarLaneColumns<kTile.block_m>(in_gmem + i64(smem.steps[stage].vectors) * kTile.block_m);
+            } else {
+              return LaneColumns<kTile.block_m>(in_smem, lane);
+            }
+          };
+          OperandA<kTile.block_m> p, ds;
+          const auto await_dp = [&] {
+            wgmma_wait<0>(dp);
+            if (left == 1) release(smem.v_barriers.empty);
+          };
+          if constexpr (kSoftcap) {
+            await_dp();
+            tanh_to_p_and_ds(s, dp, params, rows.lse, rows.delta, is_careful, keys, p, ds);
           } else {
-            dp_to_ds(dp, s, of_delta);
+            const auto form_early = [&](auto large) {
+              constexpr bool kLarge = decltype(large)::value;
+              scores_to_exponents<kLarge>(s, params, columns(rows.lse, params.row_lse));
+              exponents_to_p<0, kEarlyColumns>(s);
+            };
+            if constexpr (kLessTerms) {
+              s.for_each([&](float& x, int, int, int) { x *= params.exponent_scale; });
+              exponents_to_p<0, kEarlyColumns>(s);
+            } else if (is_careful) {
+              // The early columns in both branches: in one place behind them, ptxas would put them behind the wait,
+              // too.
+              form_early(Flag<true>{});
+            } else {
+              form_early(Flag<false>{});
+            }
+            await_dp();
+            exponents_to_p<kEarlyColumns, kTile.block_m>(s);
+            if constexpr (kLessTerms) {
+              dp.for_each_with(s, [](float& x, float& p_of, int, int, int) { x *= p_of; });
+            } else if constexpr (kKeyBias) {
+              dp_to_ds(dp, s, columns(rows.delta, params.delta), keys);
+            } else {
+              dp_to_ds(dp, s, columns(rows.delta, params.delta));
+            }
+            ds.from(dp);
+            p.from(s);
           }
-          ds.from(dp);
-          p.from(s);
-        }
-        // Before the products of dv, which would delay it. What others wait for comes first.
-        if constexpr (kNeedsDq) store_operand(ds_at + ds_buffer * sizeof(DsTile), ds);
-        issue_nn(dv, p, smem.dout[stage]);
-        q.next();
-        if constexpr (kNeedsDq) {
-          fence_async_proxy();   // wgmma is to see it
-          barrier_sync<256>(1);  // ds of all keys is complete; nobody reads the other buffer any more
-          DqHalf dq;
-          issue_tn<kTile.block_n>(dq, smem.ds[ds_buffer], kSplitRows ? group : 0, smem.k[0], kSplitRows ? 0 : group);
-          ds_buffer ^= 1;
-          if (kBeginsEarly && left > 1) begin_step();
-          issue_nn(dk, ds, smem.q[stage]);
-          await_buffer();
-          const Sending& sending = smem.sending[buffer.stage];
-          const DqRole role = sending.part.role;
-          wgmma_wait<1>(dq);
-          release(smem.dout_barriers[stage].empty);
-          if (left == 1) release(smem.k_barriers.empty);
-          const u32 at = dq_at + buffer.stage * sizeof(SendBuffer);
-          const int columns = kSplitRows || kTile.head_dim == 128 ? 64 : min_of(64, kTile.head_dim - 64 * group);
-          if (role.is_last()) {
-            if (!role.is_first()) {
+          // Before the products of dv, which would delay it. What others wait for comes first.
+          if constexpr (kNeedsDq) store_operand(ds_at + ds_buffer * sizeof(DsTile), ds);
+          issue_nn(dv, p, smem.dout[stage]);
+          q.next();
+          if constexpr (kNeedsDq) {
+            fence_async_proxy();   // wgmma is to see it
+            barrier_sync<256>(1);  // ds of all keys is complete; nobody reads the other buffer any more
+            DqHalf dq;
+            issue_tn<kTile.block_n>(dq, smem.ds[ds_buffer], kSplitRows ? group : 0, smem.k[0], kSplitRows ? 0 : group);
+            ds_buffer ^= 1;
+            if (kBeginsEarly && left > 1) begin_step();
+            issue_nn(dk, ds, smem.q[stage]);
+            await_buffer();
+            const Sending& sending = smem.sending[buffer.stage];
+            const DqRole role = sending.part.role;
+            wgmma_wait<1>(dq);
+            release(smem.dout_barriers[stage].empty);
+            if (left == 1) release(smem.k_barriers.empty);
+            const u32 at = dq_at + buffer.stage * sizeof(SendBuffer);
+            const int columns = kSplitRows || kTile.head_dim == 128 ? 64 : min_of(64, kTile.head_dim - 64 * group);
+            if (role.is_last()) {
+              if (!role.is_first()) {
+#pragma unroll
+                for (int n = 0; n < 8; ++n) {
+                  if (8 * n >= columns) break;
+                  float others[4];
+                  ld_shared(others, at + 2048 * n);
+#pragma unroll
+                  for (int i = 0; i < 4; ++i) dq.x[0][n][i] += others[i];
+                }
+              }
+              const BatchIndex batch = batch_index(params, work.owned, sending.owned);
+              const int row0 = sending.block * kTile.block_m + (kSplitRows ? group_key0 : 0) + warp_id() % 4 * 16;
+              dq.for_each([&](float& x, int, int, int) { x *= params.scale; });
+              const int col0 = kSplitRows ? 0 : 64 * group;
+              store_rows_direct(dq, base<Output>(params.dq, params.dq_stride, batch) + col0 * params.dq_stride.col,
+                                params.dq_stride, row0, params.seqlen_q, params.head_dim - col0,
+                                params.store_vector != 0);
+            } else {
 #pragma unroll
               for (int n = 0; n < 8; ++n) {
                 if (8 * n >= columns) break;
-                float others[4];
-                ld_shared(others, at + 2048 * n);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) dq.x[0][n][i] += others[i];
+                st_shared(at + 2048 * n, dq.x[0][n]);
               }
             }
-            const BatchIndex batch = batch_index(params, work.owned, sending.owned);
-            const int row0 = sending.block * kTile.block_m + (kSplitRows ? group_key0 : 0) + warp_id() % 4 * 16;
-            dq.for_each([&](float& x, int, int, int) { x *= params.scale; });
-            const int col0 = kSplitRows ? 0 : 64 * group;
-            store_rows_direct(dq, base<Output>(params.dq, params.dq_stride, batch) + col0 * params.dq_stride.col,
-                              params.dq_stride, row0, params.seqlen_q, params.head_dim - col0,
-                              params.store_vector != 0);
+            pass_buffer();
+            if (!kBeginsEarly && left > 1) begin_step();
           } else {
-#pragma unroll
-            for (int n = 0; n < 8; ++n) {
-              if (8 * n >= columns) break;
-              st_shared(at + 2048 * n, dq.x[0][n]);
-            }
+            issue_nn(dk, ds, smem.q[stage]);
+            if (left > 1) begin_step();
+            if (left == 1) release(smem.k_barriers.empty);
           }
-          pass_buffer();
-          if (!kBeginsEarly && left > 1) begin_step();
-        } else {
-          issue_nn(dk, ds, smem.q[stage]);
-          if (left > 1) begin_step();
-          if (left == 1) release(smem.k_barriers.empty);
-        }
-        wgmma_wait<0>(dk);
-        wgmma_wait<0>(dv);
-        // Not before: other warps may read delta until they issue the products of dk.
-        if constexpr (!kNeedsDq) release(smem.dout_barriers[stage].empty);
-        if (kKeyBias && ends_batch) {
-          finish_keys(summed++);
-          if (left > 1) begin_keys(summed);
-        }
-        release(smem.q_barriers[stage].empty);
-      } while (--left > 0);
+          wgmma_wait<0>(dk);
+          wgmma_wait<0>(dv);
+          // Not before: other warps may read delta until they issue the products of dk.
+          if constexpr (!kNeedsDq) release(smem.dout_barriers[stage].empty);
+          if (kKeyBias && ends_batch) {
+            finish_keys(summed++);
+            if (left > 1) begin_keys(summed);
+          }
+          release(smem.q_barriers[stage].empty);
+        } while (--left > 0);
+      };
+      if (kTwoLoops && smem.is_careful) {
+        run_steps(Flag<true>{});
+      } else {
+        run_steps(Flag<false>{});
+      }
     }
     const auto send = [&]<int kCols>(const Fragment<1, kCols>& gradient) {
       OperandA<kCols> rounded;

@@ -3,5 +3,6 @@
 
 extern "C" __global__ void __launch_bounds__(cuflash::kThreads, 1)
     KERNEL(const __grid_constant__ cuflash::Params params) {
-  cuflash::attention_delta<1>(params, [](cuflash::Accumulator lse) { return lse; });
+  const cuflash::RowOfDelta row = cuflash::attention_delta<1>(params);
+  if (row.row >= 0) cuflash::store_row(params, row, row.lse);
 }

@@ -279,6 +279,7 @@ def kernel_budget(
     tile: tuple[int, int],
     dlse: Any = None,
     mma_depth: int = 16,
+    more_steps: int = 0,
     products: Arithmetic | None = None,
     **options: Any,
 ) -> Results:
@@ -288,7 +289,8 @@ def kernel_budget(
     (and starts the backward from a rounded o); one more rounding of P, dS or o that falls to the other side, which in a
     small problem the host may have been lucky with; `budget` for the arithmetic around the matmuls and the rounding of
     the result; and what the matmuls lose. That is, of 16-bit operands, what tensor cores truncate in chains of steps
-    `mma_depth` deep; float32 and float64 have ``products`` (`arithmetic`).
+    `mma_depth` deep, of gradients with ``more_steps`` in the products of scores and dp; float32 and float64 have
+    ``products`` (`arithmetic`).
     """
     dtype = np.dtype(q.dtype)
     r = dense(q, k, v, **options)
@@ -296,7 +298,7 @@ def kernel_budget(
     exact = Results(r.o, r.lse, *gradients(do, q, k, v, dlse=dlse, **options))
     host = _host_results(do, q, k, v, dlse, tile, options, exact)
     if products is None:
-        lost = _lost_by_16_bits(r, k, v, mma_depth)
+        lost = _lost_by_16_bits(r, k, v, mma_depth, more_steps)
     else:
         lost = _lost_by_products(do, q, k, v, dlse, options, r, measure, products)
     wide = dtype == np.float64
@@ -320,13 +322,18 @@ def kernel_budget(
     return Results(**limits)
 
 
-def _lost_by_16_bits(r: Dense, k: Any, v: Any, mma_depth: int) -> dict[str, float]:
-    """What tensor cores truncate, in units of `bounds`."""
+def _lost_by_16_bits(r: Dense, k: Any, v: Any, mma_depth: int, more_steps: int) -> dict[str, float]:
+    """What tensor cores truncate, in units of `bounds`; ``more_steps`` take lse off scores, or delta off dp."""
     m, n, d, e = r.q.shape[-2], r.k.shape[-2], r.q.shape[-1], r.v.shape[-1]
     chains = {"o": n, "lse": 0, "dq": n + e, "dkey_bias": e}
     chains["dk"], chains["dv"] = (m * _sharing(x.shape, r) + e for x in (k, k if v is None else v))
-    score_error = 2 * math.ceil(d / mma_depth) * TRUNCATION * r.max_abs_score
-    return {name: score_error + math.ceil(chain / mma_depth) * TRUNCATION for name, chain in chains.items()}
+
+    def lost(name: str, chain: int) -> float:
+        more = 0 if name in ("o", "lse") else more_steps
+        of_scores = 2 * (math.ceil(d / mma_depth) + more) * r.max_abs_score
+        return TRUNCATION * (of_scores + math.ceil(chain / mma_depth) + more)
+
+    return {name: lost(name, chain) for name, chain in chains.items()}
 
 
 def _lost_by_products(

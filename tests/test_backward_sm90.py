@@ -17,6 +17,8 @@ from backends import Layout, normal, put
 from checks import (
     check_backward,
     compiled_kernels,  # noqa: F401 - a fixture
+    expect,
+    run,
 )
 from gpu_cases import Case, cases
 from hopper_gradients import (
@@ -45,7 +47,7 @@ from on_gpu import BACKEND, examples, hopper_kernels, plain
 from on_gpu import needs as gradients_needed
 
 import cuflash
-from cuflash import hopper, needs
+from cuflash import hopper, launch, needs
 
 pytestmark = pytest.mark.gpu
 both_modes = pytest.mark.parametrize("deterministic", [True, False], ids=["in order", "unordered"])
@@ -211,9 +213,10 @@ def test_rows_without_keys_and_keys_without_rows(
 def test_heads_in_several_sections(
     causal: bool, heads: tuple[int, ...], deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each block of keys is somebody's: two or four heads a section, and more in the last one."""
+    """Each block of keys is somebody's: one head of keys a section, two in the last one."""
     m, n, d = 531, 403, 64
-    monkeypatch.setattr(hopper, "BACKWARD_SECTION_BYTES", 2 * m * (2 * 2 * d + 4 * d) * math.prod(heads[1:]))
+    monkeypatch.setattr(hopper, "BACKWARD_SECTION_BYTES", m * (2 * 2 * d + 4 * d) * math.prod(heads[1:]))
+    launch._plan_backward_sm90.cache_clear()
     options = {"causal": causal, "align": 0} if causal else {}
     shared = (*heads[:1], *(1,) * len(heads[1:]))
     case = Case("float16", (*heads, m, d), (*shared, n, d), (*shared, n, d), None, options, {}, "normal", 17)
@@ -256,12 +259,14 @@ def test_the_same_bits_every_time(d: int, heads: int, kv_heads: int, options: di
 
 
 @both_modes
-def test_counters_are_0_again(deterministic: bool) -> None:
-    """Of a stream, whatever was counted there, and of a caller's workspace."""
+@pytest.mark.parametrize("size", [1.0, 3000.0])
+def test_counters_are_0_again(size: float, deterministic: bool) -> None:
+    """Of a stream, whatever was counted there, also that rows need care as their scores are large."""
     rng = np.random.default_rng(2)
     with hopper_kernels("name") as launched:
         for heads, m, n, d in ((3, 1000, 700, 64), (1, 5000, 300, 128), (20, 130, 2000, 128), (2, 64, 64, 96)):
             q, k, v, do = (put(BACKEND, normal(rng, (heads, rows, d), "float16")) for rows in (m, n, n, m))
+            q *= np.float16(size)
             o, lse = cuflash.attention(q, k, v, return_lse=True)
             cuflash.attention_backward(do, q, k, v, o, lse, deterministic=deterministic)
             assert all(not x.any() for x in needs._zeros.values())
@@ -270,8 +275,9 @@ def test_counters_are_0_again(deterministic: bool) -> None:
 
 @both_modes
 @pytest.mark.parametrize("own_workspace", [True, False])
-def test_replays_of_a_graph(own_workspace: bool, deterministic: bool) -> None:
-    check_replays_of_a_graph(64, {WHOLE}, own_workspace, deterministic=deterministic)
+@pytest.mark.parametrize("d", [64, 128])
+def test_replays_of_a_graph(d: int, own_workspace: bool, deterministic: bool) -> None:
+    check_replays_of_a_graph(d, {WHOLE}, own_workspace, deterministic=deterministic)
 
 
 @pytest.mark.parametrize(
@@ -309,3 +315,69 @@ def test_dq_beside_one_other_gradient_takes_a_kernel_of_its_own(need: tuple[str,
 @pytest.mark.parametrize("terms", TERMS_OF_LARGE_SCORES, ids=str)
 def test_scores_beyond_the_fraction_of_a_float(terms: dict[str, float], d: int, deterministic: bool) -> None:
     check_beyond_the_fraction(terms, d, {WHOLE}, deterministic=deterministic)
+
+
+@both_dtypes
+@both_modes
+@pytest.mark.parametrize("d", [96, 128])
+@pytest.mark.parametrize("options", BANDS, ids=str)
+def test_lse_and_delta_of_any_size_that_products_take_off(
+    dtype: str, d: int, options: dict[str, Any], deterministic: bool
+) -> None:
+    """Up to where a row needs care, and beyond; and a scale as small as it may be, with rows that have no keys."""
+    rng = np.random.default_rng(20)
+    q, k, v, do = (normal(rng, (2, rows, d), dtype) for rows in (300, 200, 200, 300))
+    most = np.abs(q.astype(np.float64) @ k.astype(np.float64).swapaxes(-1, -2)).max() / math.sqrt(d)
+
+    def times(x: np.ndarray, factor: float) -> np.ndarray:
+        return (x.astype(np.float64) * factor).astype(x.dtype)
+
+    calls = [(times(q, lse / most), do, {}) for lse in (2000, 2800, 2900, 40000)]
+    calls += [(q, times(do, size), {}) for size in (1e-4, 3000)] + [(q, do, {"scale": 1e-29})]
+    with hopper_kernels("name") as launched:
+        for of_q, of_do, scaled in calls:
+            got = run(BACKEND, of_q, k, v, of_do, deterministic=deterministic, **options, **scaled)
+            for name, wanted in expect(of_q, k, v, of_do, family="sm90", **options, **scaled).items():
+                wanted.check(getattr(got, name))
+    assert taken(launched) == {WHOLE}
+
+
+@both_modes
+@pytest.mark.parametrize("d", [64, 96, 128])
+@pytest.mark.parametrize("what", ["lse is large", "delta is infinite"])
+def test_a_large_row_disturbs_no_other(what: str, d: int, deterministic: bool) -> None:
+    """Neither in its call, which takes lse and delta off otherwise, nor in the next."""
+    m, n, row = 300, 200, 70
+    rng = np.random.default_rng(18)
+    q, k, v, do = (normal(rng, (2, rows, d), "float16") for rows in (m, n, n, m))
+    dlse = np.zeros((2, m), np.float32)
+    options: dict[str, Any] = {"deterministic": deterministic}
+    with hopper_kernels("name") as launched:
+        usual = run(BACKEND, q, k, v, do, dlse, **options)
+        assert all(not x.any() for x in needs._zeros.values())
+        of_large = q.copy()
+        if what == "lse is large":
+            of_large[0, row] *= 5000
+        else:
+            dlse[0, row] = np.inf
+        got = run(BACKEND, of_large, k, v, do, dlse, **options)
+        assert all(not x.any() for x in needs._zeros.values())
+        again = run(BACKEND, q, k, v, do, np.zeros_like(dlse), **options)
+    assert takes(launched)
+    names = ("dq", "dk", "dv")
+    for of_call in (usual, again):
+        for name, wanted in expect(q, k, v, do, family="sm90").items():
+            wanted.check(getattr(of_call, name))
+    same = names if deterministic else names[1:]
+    assert all(getattr(usual, name).tobytes() == getattr(again, name).tobytes() for name in same)
+    for name, wanted in expect(q[1:], k[1:], v[1:], do[1:], family="sm90").items():
+        wanted.check(getattr(got, name)[1:])
+    others = np.arange(m) != row
+    expect(q[:1, others], k[:1], v[:1], do[:1, others], family="sm90")["dq"].check(got.dq[:1, others])
+    of_head = expect(of_large[:1], k[:1], v[:1], do[:1], family="sm90")
+    if what == "lse is large":
+        for name in names:
+            of_head[name].check(getattr(got, name)[:1])
+    else:
+        of_head["dv"].check(got.dv[:1])
+        assert not np.isfinite(got.dq[0, row]).any() and not np.isfinite(got.dk[0]).any()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pickle
+import re
 import struct
 import sys
 import threading
@@ -112,6 +113,8 @@ def faults(variant: Variant) -> list[str]:
             # Around each product a few; where the compiler takes fright, two for each of its instructions.
             if 2 * opcodes.count("WARPGROUP") > opcodes.count("HGMMA"):
                 found.append(f"{variant}: wgmma one at a time: {opcodes.count('WARPGROUP')} WARPGROUP instructions")
+            if split := re.search(r".*(?:wgmma|warpgroup).*", compile._obtain(variant)[1].log):
+                found.append(f"{variant}: a product in parts, or alone: {split[0]}")
             # What spills is the producer's, whose code comes after that of the consumers. A softcap beside key_bias
             # leaves the forward no register for a value or two, some of them of code that is rarely taken.
             spills = len(variant.scores) > 1 and variant.operation != tiles.FUSED

@@ -194,15 +194,17 @@ def test_scratch_of_gradients_holds_row_vectors_sums_and_counters(d: int) -> Non
     rows, blocks = 3 * memory.padded_rows(1000), -(-1000 // taken.tile.block_m)
     sums = 4 * 3 * blocks * taken.tile.block_m * d
     counts = hopper.CLAIMS_NBYTES + hopper.TURN_NBYTES * 3 * blocks
-    end = 8 * rows + sums + counts
-    expected = (0, 4 * rows, 8 * rows, 8 * rows, 8 * rows + sums, end + 16, counts)
-    assert hopper.backward_scratch(described, taken.sums) == expected
+    assert hopper.takes_row_terms(taken, True) == (d > 64) and not hopper.takes_row_terms(taken, False)
+    for terms in (True, False):
+        sums_at = (8 + 16 * terms) * rows
+        expected = (0, 4 * rows, 8 * rows, sums_at, sums_at, sums_at + sums, sums_at + sums + counts + 16, counts)
+        assert hopper.backward_scratch(described, taken.sums, terms) == expected
     end = 8 * rows + hopper.CLAIMS_NBYTES
-    without_dq = (0, 4 * rows, 8 * rows, 8 * rows, 8 * rows, end + 16, hopper.CLAIMS_NBYTES)
+    without_dq = (0, 4 * rows, *(8 * rows,) * 4, end + 16, hopper.CLAIMS_NBYTES)
     assert hopper.backward_scratch(described, None) == without_dq
     biased = of_shape(1000, 300, d, np.float16, heads=3, key_bias=np.zeros(300, np.float32))
     more = 4 * 3 * 300
-    expected = (*expected[:3], *(x + more for x in expected[3:6]), counts)
+    expected = (*expected[:4], *(x + more for x in expected[4:7]), counts)
     assert hopper.backward_scratch(biased, taken.sums) == expected
 
 
@@ -236,7 +238,7 @@ def test_kernels_for_some_of_the_gradients_have_row_vectors_and_a_count(d: int, 
         assert 0 < variant.smem_bytes <= tiles.SMEM_LIMIT["90a"] and variant.maps == 4
     rows, counts = 3 * memory.padded_rows(1000), hopper.CLAIMS_NBYTES
     nbytes = 8 * rows + counts + 16
-    assert hopper.backward_scratch(described, None) == (0, 4 * rows, *(8 * rows,) * 3, nbytes, counts)
+    assert hopper.backward_scratch(described, None) == (0, 4 * rows, *(8 * rows,) * 4, nbytes, counts)
 
 
 def test_few_features_have_no_kernel_for_dk_and_dv_alone() -> None:

@@ -140,7 +140,7 @@ LAYERS = (
     (
         "score.cuh", "terms_*.cuh", "blocks.cuh", "order.cuh", "softmax*.cuh", "recompute*.cuh", "warp_grid.cuh",
         "store*.cuh", "red.cuh", "gemm*.cuh", "product.cuh", "pipeline*.cuh", "epilogue.cuh", "feature_tile.cuh",
-        "narrow_*.cuh", "row_sums.cuh", "dq_*.cuh", "mask.cuh", "bases.cuh", "merge_splits.cuh", "key_*.cuh",
+        "narrow_*.cuh", "row_*.cuh", "dq_*.cuh", "mask.cuh", "bases.cuh", "merge_splits.cuh", "key_*.cuh",
         "dense_keys.cuh",
     ),
     ("attention_*.cuh", "lineage/*.cuh"),

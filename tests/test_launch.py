@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import struct
 import sys
+import threading
+import time
 import types
 from typing import Any, ClassVar
 
@@ -491,6 +493,46 @@ def test_where_calls_may_overlap_each_has_zeros_of_its_own(
 
 def half(*shape: int, layout: Layout | None = None) -> fake_gpu.ndarray:
     return on_gpu(np.zeros(shape, np.float16), layout)
+
+
+def gradients_of_half() -> None:
+    q, k, v, do, o = (half(2, 256, 64) for _ in range(5))
+    cuflash.attention_backward(do, q, k, v, o, on_gpu(np.zeros((2, 256), np.float32)))
+
+
+def test_no_other_call_comes_between_the_kernels_of_one(device: Pretended, monkeypatch: Any) -> None:
+    device.become("sm90", "90a")
+    order: list[int] = []
+
+    def enqueue(kernel: launch.Launch, taken: tuple[Any]) -> None:
+        order.append(threading.get_ident())
+        time.sleep(0.01)
+
+    monkeypatch.setattr(launch, "_enqueue_kernel", enqueue)
+    threads = [threading.Thread(target=gradients_of_half) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(order) == 8 and order[::2] == order[1::2] and len(set(order)) == 4
+
+
+def test_counters_are_not_used_again_where_a_launch_failed(device: Pretended, monkeypatch: Any) -> None:
+    device.become("sm90", "90a")
+    monkeypatch.setattr(needs, "_zeros", {})
+    gradients_of_half()
+    assert needs._zeros
+    enqueue = launch._enqueue_kernel
+
+    def refuse(kernel: launch.Launch, taken: tuple[Any]) -> None:
+        if kernel.variant.operation == tiles.FUSED:
+            raise RuntimeError("the driver refuses a launch")
+        enqueue(kernel, taken)
+
+    monkeypatch.setattr(launch, "_enqueue_kernel", refuse)
+    with pytest.raises(RuntimeError, match="refuses a launch"):
+        gradients_of_half()
+    assert not needs._zeros
 
 
 def gradients_of(q: Any, k: Any, v: Any, **options: Any) -> tuple[Any, ...]:

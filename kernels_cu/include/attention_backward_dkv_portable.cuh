@@ -170,7 +170,8 @@ __device__ __forceinline__ void begin_batch(Storage& smem, const BatchArrays& ar
     }
     __syncthreads();  // both are known to all
     if constexpr (kOneBarrier) {
-      if (first_block % 2 != 0) smem.complete.arrive(), smem.complete.wait(0);  // the phase of a block has its parity; each is waited for
+      if (first_block % 2 != 0)
+        smem.complete.arrive(), smem.complete.wait(0);  // the phase of a block has its parity; each is waited for
     }
   }
 }

@@ -45,9 +45,17 @@ __device__ __forceinline__ void dots(Accumulator (&sums)[kRows], const Params& p
     for (int step = 1; step < kLanesPerRow; step *= 2) sums[r] += __shfl_xor_sync(kFullWarp, sums[r], step);
 }
 
-// `keep`: from lse to what is kept of it. Lanes have so many rows at a time: memory is far.
-template <int kRowsPerLane, class Keep>
-__device__ __forceinline__ void attention_delta(const Params& params, Keep keep) {
+// What is known of a row in the end, by one lane.
+struct RowOfDelta {
+  BatchIndex batch;
+  int row;       // -1: the lane has none
+  bool is_live;  // the row exists and has keys
+  Accumulator lse, delta;
+};
+
+// Lanes have so many rows at a time: memory is far.
+template <int kRowsPerLane>
+__device__ __forceinline__ RowOfDelta attention_delta(const Params& params) {
   constexpr int kApart = kThreads / kLanesPerRow, kRows = kApart * kRowsPerLane;
   static_assert(kRowPadding % kRows == 0, "padding rows are whole CTAs");
   static_assert(kRowsPerLane <= kLanesPerRow, "each lane finishes a row at most");
@@ -70,13 +78,16 @@ __device__ __forceinline__ void attention_delta(const Params& params, Keep keep)
     dots(sums, params, static_cast<const Operand*>(params.dout) + offset(params.dout_stride, batch),
          static_cast<const Operand*>(params.o) + offset(params.o_stride, batch), lane, more);
   }
-  if (!finishes) return;
   Accumulator delta = sums[0];
 #pragma unroll
   for (int r = 1; r < kRowsPerLane; ++r) delta = lane == r ? sums[r] : delta;
-  const bool live = exists && lse != neg_inf();
-  (params.row_lse + offset(params.row_lse_stride, batch))[row] = live ? keep(lse) : Accumulator(pos_inf());
-  (params.delta + offset(params.delta_stride, batch))[row] = live ? delta - dlse : 0;
+  return {batch, finishes ? row : -1, exists && lse != neg_inf(), lse, delta - dlse};
+}
+
+// By the lane that has the row. `kept`: what is kept of its lse.
+__device__ __forceinline__ void store_row(const Params& params, const RowOfDelta& x, Accumulator kept) {
+  (params.row_lse + offset(params.row_lse_stride, x.batch))[x.row] = x.is_live ? kept : Accumulator(pos_inf());
+  (params.delta + offset(params.delta_stride, x.batch))[x.row] = x.is_live ? x.delta : 0;
 }
 
 }  // namespace cuflash

@@ -26,6 +26,12 @@ __device__ __forceinline__ u64 make_smem_desc(const void* tile, int panel_bytes)
   return u64(shared_address(tile) >> 4) | u64(panel_bytes >> 4) << 16 | u64(1024 >> 4) << 32 | u64(1) << 62;
 }
 
+// The same of rows of 16 bytes that follow each other without a swizzle. Steps are two such columns of 8: these are
+// one, twice.
+__device__ __forceinline__ u64 make_rows_desc(const void* rows) {
+  return u64(shared_address(rows) >> 4) | u64(8 * 16 >> 4) << 32;
+}
+
 // The planes of the left and the right operand in a product.
 struct PlanePair {
   int a, b;
@@ -99,6 +105,39 @@ struct OperandA {
     for (int plane = 0; plane < kPlanes; ++plane) x[plane][number / 4][number % 4] = planes[plane];
   }
 };
+
+// The operand of a warp from its 16 rows of a tile, from row0 and col0 on.
+template <int kDepth, class Tile>
+__device__ __forceinline__ void load_operand(OperandA<kDepth>& a, const Planes<Tile>& smem, int row0, int col0) {
+#pragma unroll
+  for (int plane = 0; plane < kPlanes; ++plane)
+#pragma unroll
+    for (int k = 0; k < kDepth / 16; ++k)
+      ldmatrix_x4(a.x[plane][k], smem[plane].address(row0 + lane_id() % 16, col0 + 16 * k + lane_id() / 16 * 8));
+}
+
+// s = A B^T + C D^T. The last columns of A may be in registers, which saves shared memory reads. C's 16 columns are two
+// registers of the same rows and 0; D has rows of 16 bytes, bfloat16, and no other columns than those 8.
+template <int kDepth, int kHeld, int kCols, class TileA, class TileB>
+__device__ __forceinline__ void issue_nt(Fragment<1, kCols>& s, const Planes<TileA>& a_smem, int row0,
+                                         const u32 (*held)[4], const Planes<TileB>& b_smem, const u32 (&c)[4],
+                                         const void* d_smem) {
+  static_assert(kPlanes == 1);
+  wgmma_fence();
+  const u64 a = make_smem_desc(&a_smem[0], 16) + (row0 * 128 >> 4), b = make_smem_desc(&b_smem[0], 16);
+#pragma unroll
+  for (int k = 0; k < kDepth / 16; ++k) {
+    const int panel = k / 4, step = k % 4 * (32 >> 4);  // 16 columns are 32 bytes
+    const u64 b_step = b + (step + panel * (TileB::kPanelBytes >> 4));
+    if (k < kDepth / 16 - kHeld) {
+      Wgmma<kCols>::nt(sums_of(s), a + (step + panel * (TileA::kPanelBytes >> 4)), b_step, k > 0, Plane{});
+    } else {
+      Wgmma<kCols>::rt(sums_of(s), held[k - (kDepth / 16 - kHeld)], b_step, Plane{});
+    }
+  }
+  Wgmma<kCols>::rt(sums_of(s), c, make_rows_desc(d_smem), BFloat16{});
+  wgmma_commit();
+}
 
 // o += A B, or o = A B where the sum begins.
 template <int kDepth, int kCols, class TileB>

@@ -38,6 +38,8 @@ struct Params {
   // Workspace of a forward whose keys are split: (batch, seqlen_q, 2 + value_dim, splits); of a backward on sm_90 that
   // sums dkey_bias over batch positions: (batch, seqlen_k).
   Accumulator* partials;
+  void* row_terms;  // workspace, as row_lse, or null: RowTerms (row_terms_sm90.cuh)
+  u32* careful;     // 0 before a call and after it: whether some row of it needs care, or null
   Strides q_stride, k_stride, v_stride, key_bias_stride, o_stride, lse_stride, dout_stride, dlse_stride, row_lse_stride,
       delta_stride, dq_stride, dk_stride, dv_stride, dkey_bias_stride, dq_accum_stride, dq_turn_stride, q_planes_stride,
       k_planes_stride, v_planes_stride;

@@ -6,36 +6,28 @@
 
 namespace cuflash {
 
-// What the columns of a lane have of their own, by pairs: held from read() on, or, where there are no registers for
-// that, each read when it is wanted.
-template <int kCols, bool kHeld>
-class LaneColumns {
+// What the columns of a lane have of their own, by pairs, each read when it is wanted: from shared memory, or from
+// global memory where that is seldom.
+template <int kCols>
+struct LaneColumns {
   u32 at;
-  float held[kHeld ? kCols / 8 : 1][2];
 
- public:
-  __device__ __forceinline__ LaneColumns() {}
-  __device__ __forceinline__ explicit LaneColumns(const float* of_rows, int lane = lane_id()) { read(of_rows, lane); }
-  __device__ __forceinline__ void read(const float* of_rows, int lane) {
-    at = shared_address(of_rows) + 8 * (lane % 4);
-    if constexpr (kHeld) {
-#pragma unroll
-      for (int n = 0; n < kCols / 8; ++n) ld_shared(held[n], at + 32 * n);
-    }
-  }
-  __device__ __forceinline__ void pair(float (&x)[2], int n) const {
-    if constexpr (kHeld) {
-      x[0] = held[n][0], x[1] = held[n][1];
-    } else {
-      ld_shared(x, at + 32 * n);
-    }
-  }
+  __device__ __forceinline__ explicit LaneColumns(const float* of_rows, int lane = lane_id())
+      : at(shared_address(of_rows) + 8 * (lane % 4)) {}
+  __device__ __forceinline__ void pair(float (&x)[2], int n) const { ld_shared(x, at + 32 * n); }
+};
+template <int kCols>
+struct FarLaneColumns {
+  const float* at;
+
+  __device__ __forceinline__ explicit FarLaneColumns(const float* of_rows) : at(of_rows + 2 * (lane_id() % 4)) {}
+  __device__ __forceinline__ void pair(float (&x)[2], int n) const { x[0] = at[8 * n], x[1] = at[8 * n + 1]; }
 };
 
 // f(element of the fragment, element of another one of its shape, what the element's column has of its own, row slot).
-template <int kCols, bool kHeld, class F>
+template <int kCols, class Columns, class F>
 __device__ __forceinline__ void for_each_of_rows(Fragment<1, kCols>& f, Fragment<1, kCols>& other,
-                                                 const LaneColumns<kCols, kHeld>& of_rows, F function) {
+                                                 const Columns& of_rows, F function) {
 #pragma unroll
   for (int n = 0; n < kCols / 8; ++n) {
     float pair[2];
@@ -55,28 +47,17 @@ __device__ __forceinline__ float kept_lse(float lse) {
 }
 __device__ __forceinline__ bool is_large(float kept) { return fabsf(kept) >= kLargeExponent && kept < pos_inf(); }
 
-// Whether any of so many rows is: each lane looks at some of them.
-template <int kCols>
-struct LaneLse {
-  float of_row[kCols / 32];
-
-  __device__ __forceinline__ void read(const float* lse, int lane) {
-#pragma unroll
-    for (int i = 0; i < kCols / 32; ++i) ld_shared(of_row[i], shared_address(lse + 32 * i + lane));
-  }
-  // By whole warps.
-  __device__ __forceinline__ bool any_is_large() const {
-    bool large = false;
-#pragma unroll
-    for (int i = 0; i < kCols / 32; ++i) large |= is_large(of_row[i]);
-    return __any_sync(kFullWarp, large);
-  }
-};
+// Whether any of so many rows is, by whole warps: each lane looks at some of them.
 template <int kCols>
 __device__ __forceinline__ bool any_is_large(const float* lse) {
-  LaneLse<kCols> of_lane;
-  of_lane.read(lse, lane_id());
-  return of_lane.any_is_large();
+  bool large = false;
+#pragma unroll
+  for (int i = 0; i < kCols / 32; ++i) {
+    float of_row;
+    ld_shared(of_row, shared_address(lse + 32 * i + lane_id()));
+    large |= is_large(of_row);
+  }
+  return __any_sync(kFullWarp, large);
 }
 
 // Query rows beyond the length, which would have no weight but for an infinite key: their q is 0.
@@ -99,9 +80,8 @@ template <bool kLarge>
 __device__ __forceinline__ float probability(const Params& params, float s, float lse) {
   return ex2(exponent<kLarge>(params, s, lse));
 }
-template <bool kLarge, int kCols, bool kHeld>
-__device__ __forceinline__ void scores_to_exponents(Fragment<1, kCols>& s, const Params& params,
-                                                    const LaneColumns<kCols, kHeld>& lse) {
+template <bool kLarge, int kCols, class Columns>
+__device__ __forceinline__ void scores_to_exponents(Fragment<1, kCols>& s, const Params& params, const Columns& lse) {
   for_each_of_rows(s, s, lse, [&](float& x, float&, float of_row, int) { x = exponent<kLarge>(params, x, of_row); });
 }
 // Of columns [kBegin, kEnd).
@@ -113,17 +93,15 @@ __device__ __forceinline__ void exponents_to_p(Fragment<1, kCols>& s) {
     for (int i = 0; i < 4; ++i) s.x[0][n][i] = ex2(s.x[0][n][i]);
 }
 
-template <bool kLarge, int kCols, bool kHeld>
-__device__ __forceinline__ void scores_to_p(Fragment<1, kCols>& s, const Params& params,
-                                            const LaneColumns<kCols, kHeld>& lse) {
+template <bool kLarge, int kCols, class Columns>
+__device__ __forceinline__ void scores_to_p(Fragment<1, kCols>& s, const Params& params, const Columns& lse) {
   scores_to_exponents<kLarge>(s, params, lse);
   exponents_to_p<0, kCols>(s);
 }
 
 // ds / scale = p (dp - delta).
-template <int kCols, bool kHeld>
-__device__ __forceinline__ void dp_to_ds(Fragment<1, kCols>& dp, Fragment<1, kCols>& p,
-                                         const LaneColumns<kCols, kHeld>& delta) {
+template <int kCols, class Columns>
+__device__ __forceinline__ void dp_to_ds(Fragment<1, kCols>& dp, Fragment<1, kCols>& p, const Columns& delta) {
   for_each_of_rows(dp, p, delta, [](float& x, float& p_of, float of_row, int) { x = p_of * (x - of_row); });
 }
 

@@ -92,9 +92,9 @@ struct LaneKeys {
 };
 
 // ds / scale = p (dp - delta), and its sums.
-template <int kCols, bool kHeld>
-__device__ __forceinline__ void dp_to_ds(Fragment<1, kCols>& dp, Fragment<1, kCols>& p,
-                                         const LaneColumns<kCols, kHeld>& delta, LaneKeys& keys) {
+template <int kCols, class Columns>
+__device__ __forceinline__ void dp_to_ds(Fragment<1, kCols>& dp, Fragment<1, kCols>& p, const Columns& delta,
+                                         LaneKeys& keys) {
   float sum[2] = {};
   for_each_of_rows(dp, p, delta, [&](float& x, float& p_of, float of_row, int r) {
     x = p_of * (x - of_row);
@@ -115,7 +115,7 @@ __device__ __forceinline__ float tanh_to_probability(const Params& params, float
 template <int kCols>
 __device__ __forceinline__ void tanh_to_p(const Fragment<1, kCols>& tanh, const Params& params, const float* lse,
                                           bool large, const LaneKeys& keys, OperandA<kCols>& p) {
-  const LaneColumns<kCols, false> of_lse(lse);
+  const LaneColumns<kCols> of_lse(lse);
   const auto form = [&](auto of_large) {
 #pragma unroll
     for (int n = 0; n < kCols / 8; ++n) {
@@ -146,7 +146,7 @@ __device__ __forceinline__ void tanh_to_ds(F load_tanh, const Fragment<1, kCols>
                                            const float* lse, const float* delta, bool large, LaneKeys& keys,
                                            OperandA<kCols>& ds) {
   float sum[2] = {};
-  const LaneColumns<kCols, false> of_lse(lse), of_delta(delta);
+  const LaneColumns<kCols> of_lse(lse), of_delta(delta);
   const auto form = [&](auto of_large) {
 #pragma unroll
     for (int n = 0; n < kCols / 8; ++n) {
@@ -185,7 +185,7 @@ __device__ __forceinline__ void tanh_to_p_and_ds(const Fragment<1, kCols>& tanh,
   constexpr int kPart = 32;
   static_assert(kCols % kPart == 0);
   float sum[2] = {};
-  const LaneColumns<kCols, false> of_lse(lse), of_delta(delta);
+  const LaneColumns<kCols> of_lse(lse), of_delta(delta);
 #pragma unroll
   for (int first = 0; first < kCols / 8; first += kPart / 8) {
     const auto form = [&](auto of_large) {

@@ -88,6 +88,17 @@ struct Wgmma;
                    : CUFLASH_SUMS##I                                                                            \
                    : "l"(a), "l"(b), "r"(add));                                                                 \
     }                                                                                                           \
+    /* A in registers, B rows along k; d += A B */                                                              \
+    static __device__ __forceinline__ void rt(float (&d)[N / 2], const u32 (&a)[4], u64 b, Half) {              \
+      asm volatile(CUFLASH_WGMMA(N, "f16", CUFLASH_REGS##I, "{" R0 "," R1 "," R2 "," R3 "}", R4, R5, "0")       \
+                   : CUFLASH_SUMS##I                                                                            \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(1));                               \
+    }                                                                                                           \
+    static __device__ __forceinline__ void rt(float (&d)[N / 2], const u32 (&a)[4], u64 b, BFloat16) {          \
+      asm volatile(CUFLASH_WGMMA(N, "bf16", CUFLASH_REGS##I, "{" R0 "," R1 "," R2 "," R3 "}", R4, R5, "0")      \
+                   : CUFLASH_SUMS##I                                                                            \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(1));                               \
+    }                                                                                                           \
     /* A in registers, B columns along k */                                                                     \
     static __device__ __forceinline__ void nn(float (&d)[N / 2], const u32 (&a)[4], u64 b, int add, Half) {     \
       asm volatile(CUFLASH_WGMMA(N, "f16", CUFLASH_REGS##I, "{" R0 "," R1 "," R2 "," R3 "}", R4, R5, "1")       \
