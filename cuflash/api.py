@@ -291,7 +291,8 @@ def attention_vjp(
 
     Notes
     -----
-    ``vjp`` holds references to q, k, v, key_bias, o and lse, not copies: do not change them before it is called.
+    ``vjp`` holds references to q, k, v, key_bias, o and lse, not copies: do not change them before it is called. Its
+    ``out`` and ``workspace`` are those of `attention_backward`, whose notes hold here as well.
 
     Raises
     ------
@@ -367,7 +368,8 @@ def attention_backward(
     q, k, v : array
         As they were given to `attention`.
     o, lse : array, shape (..., m, e) and (..., m)
-        What `attention` returned with ``return_lse=True`` and the same options. o may be None where do is.
+        What `attention` returned with ``return_lse=True`` and the same options, which is not checked. o may be None
+        where do is.
     causal, align, window, softcap, key_bias, scale, grouped_heads, precision, deterministic
         As they were given to `attention`.
     dlse : array, shape (..., m), optional
@@ -392,10 +394,12 @@ def attention_backward(
 
     Notes
     -----
-    On a GPU the gradients of the scores are rounded to the operands' dtype before they meet q and k. In float16 they
-    must stay below 65504: scale do down where that is not so, or use bfloat16. Beyond inputs and results a call takes
-    two numbers of lse's dtype a query row, and up to 256 (float64: 128) where one kernel computes all gradients; on
-    Hopper in 16 bits with key_bias one a key and head.
+    Gradients in float16 above 65504 become inf, and so do, on a GPU, those of the scores, which are rounded before they
+    meet q and k: scale do down where that is not so, or use bfloat16. A non-finite q, k, v, do or dlse may reach rows
+    and keys of its block that do not see it; dlse of a row without keys does not matter.
+
+    Beyond inputs and results a call on a GPU takes up to six numbers of lse's dtype a query row, and up to 256 more
+    (float64: 128) where one kernel computes all gradients; on Hopper in 16 bits with key_bias one a key and head.
 
     Examples
     --------

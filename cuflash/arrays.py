@@ -65,7 +65,9 @@ def as_array(name: str, x: Any) -> Any:
         hint = "its mask would be lost; pass a plain array, and hide keys with key_bias=np.where(hidden, -np.inf, 0.0)"
         hint += " in float32, or float64 for float64 arrays"
         raise _not_an_array(name, x, hint)
-    if isinstance(x, (np.ndarray, np.generic)) or (_cupy_ndarray() is not None and isinstance(x, _cupy_ndarray())):
+    if isinstance(x, np.generic):
+        raise _not_an_array(name, x, "a scalar; pass an array of the full shape, as numpy.full makes")
+    if isinstance(x, np.ndarray) or (_cupy_ndarray() is not None and isinstance(x, _cupy_ndarray())):
         raise _not_an_array(name, x, "subclasses of ndarray give operators another meaning; pass a plain array")
     if hasattr(x, "__dlpack_device__"):
         return _from_dlpack(name, x)

@@ -491,7 +491,8 @@ def _rounded(x: Floats, operand: np.dtype[Any] | None) -> Floats:
 
 
 def _delta(do: Array | None, o: Array | None, dlse: Array | None, part: Part, row_lse: Floats, block_m: int) -> Floats:
-    """Row sums of do * o less dlse, of row_lse's shape: what each row's dp is measured from."""
+    """Row sums of do * o less dlse, of row_lse's shape: what each row's dp is measured from. 0 in rows without keys,
+    where a loss of lse may have no finite gradient."""
     delta = np.zeros_like(row_lse)
     if do is not None and o is not None:
         dtype = row_lse.dtype.type
@@ -500,6 +501,7 @@ def _delta(do: Array | None, o: Array | None, dlse: Array | None, part: Part, ro
             np.sum(product, axis=-1, keepdims=True, out=delta[..., rows, :])
     if dlse is not None:
         delta -= _take(dlse, part, 1)[..., None]
+    delta[np.isneginf(row_lse)] = 0
     return delta
 
 

@@ -62,7 +62,7 @@ FORWARD: list[tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = [
     ({"q": [[1.0]]}, TypeError, ("q must be", "got list")),
     ({"k": None}, TypeError, ("k must be", "got NoneType")),
     ({"v": 1.0}, TypeError, ("v must be", "got float")),
-    ({"v": np.float32(1)}, TypeError, ("v must be", "numpy.float32")),
+    ({"v": np.float32(1)}, TypeError, ("v must be", "numpy.float32: a scalar")),
     ({"q": np.ma.masked_array(Q)}, TypeError, ("q", "MaskedArray")),
     ({"k": np.ma.masked_array(K)}, TypeError, ("k", "MaskedArray", "key_bias=np.where(hidden, -np.inf, 0.0)")),
     ({"q": zeros(3, 4).view(np.matrix)}, TypeError, ("q", "matrix")),

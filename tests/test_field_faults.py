@@ -77,6 +77,24 @@ def test_b01_a_batch_element_without_keys(backend: Backend, dtype: str) -> None:
 
 
 @both_dtypes
+@pytest.mark.parametrize("d", [16, 128])
+def test_b01_a_loss_of_lse_where_rows_have_no_keys(backend: Backend, dtype: str, d: int) -> None:
+    """Its gradient is -inf there, as lse is, where other rows of the tile have keys."""
+    rng = RNG(33)
+    q, k, v, do = (normal(rng, (2, 40, d), dtype) for _ in range(4))
+    key_bias = np.zeros(40, acc_dtype(dtype))
+    key_bias[:5] = -np.inf
+    options = {"key_bias": key_bias, "causal": True}
+    lse = run(backend, q, k, v, **options).lse
+    assert (lse[:, :5] == -np.inf).all() and np.isfinite(lse[:, 5:]).all()
+    got = run(backend, q, k, v, do, 2 * lse, **options)
+    assert finite((got.dq, got.dk, got.dv, got.dkey_bias)) and (got.dq[:, :5] == 0).all()
+    usual = run(backend, q, k, v, do, np.where(np.isneginf(lse), 0, 2 * lse).astype(lse.dtype), **options)
+    for name in ("dq", "dk", "dv", "dkey_bias"):
+        assert same_bits(getattr(got, name), getattr(usual, name)), name
+
+
+@both_dtypes
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("at", ["first", "last"])
 def test_b02_rows_without_keys_at_the_edge_of_a_tile(backend: Backend, dtype: str, d: int, at: str) -> None:
