@@ -163,7 +163,8 @@ def attention(
     precision : {'tf32'}, optional
         Allow TensorFloat-32 products of float32 inputs on a GPU. The host computes in float32 all the same.
     deterministic : bool
-        The same call on the same GPU gives the same bits, gradients included. False allows a faster backward pass.
+        The same call on the same GPU gives the same bits, gradients included. False allows a faster backward pass; on
+        the host it changes nothing.
     return_lse : bool
         Return (o, lse).
     out : array or tuple of arrays, optional
