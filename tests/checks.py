@@ -222,11 +222,13 @@ def check(
     dlse: np.ndarray | None = None,
     *,
     layouts: Mapping[str, Layout] | None = None,
+    family: str = "sm80",
+    deterministic: bool = True,
     **options: Any,
 ) -> Results:
     """``run``, with every result held to dense float64."""
-    got = run(backend, q, k, v, do, dlse, layouts=layouts, **options)
-    for name, expected in expect(q, k, v, do, dlse, on_host=backend is HOST, **options).items():
+    got = run(backend, q, k, v, do, dlse, layouts=layouts, deterministic=deterministic, **options)
+    for name, expected in expect(q, k, v, do, dlse, on_host=backend is HOST, family=family, **options).items():
         expected.check(getattr(got, name))
     return got
 

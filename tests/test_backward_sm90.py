@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from backends import Layout, normal, put
 from checks import (
+    check,
     check_backward,
     compiled_kernels,  # noqa: F401 - a fixture
     expect,
@@ -30,6 +31,7 @@ from hopper_gradients import (
     aligned,
     both_dtypes,
     check_beyond_the_fraction,
+    check_counters,
     check_infinite_key,
     check_replays_of_a_graph,
     check_same_bits,
@@ -47,7 +49,7 @@ from on_gpu import BACKEND, examples, hopper_kernels, plain
 from on_gpu import needs as gradients_needed
 
 import cuflash
-from cuflash import hopper, launch, needs
+from cuflash import hopper, launch
 
 pytestmark = pytest.mark.gpu
 both_modes = pytest.mark.parametrize("deterministic", [True, False], ids=["in order", "unordered"])
@@ -269,7 +271,7 @@ def test_counters_are_0_again(size: float, deterministic: bool) -> None:
             q *= np.float16(size)
             o, lse = cuflash.attention(q, k, v, return_lse=True)
             cuflash.attention_backward(do, q, k, v, o, lse, deterministic=deterministic)
-            assert all(not x.any() for x in needs._zeros.values())
+            check_counters()
     assert takes(launched)
 
 
@@ -336,9 +338,7 @@ def test_lse_and_delta_of_any_size_that_products_take_off(
     calls += [(q, times(do, size), {}) for size in (1e-4, 3000)] + [(q, do, {"scale": 1e-29})]
     with hopper_kernels("name") as launched:
         for of_q, of_do, scaled in calls:
-            got = run(BACKEND, of_q, k, v, of_do, deterministic=deterministic, **options, **scaled)
-            for name, wanted in expect(of_q, k, v, of_do, family="sm90", **options, **scaled).items():
-                wanted.check(getattr(got, name))
+            check(BACKEND, of_q, k, v, of_do, family="sm90", deterministic=deterministic, **options, **scaled)
     assert taken(launched) == {WHOLE}
 
 
@@ -351,23 +351,20 @@ def test_a_large_row_disturbs_no_other(what: str, d: int, deterministic: bool) -
     rng = np.random.default_rng(18)
     q, k, v, do = (normal(rng, (2, rows, d), "float16") for rows in (m, n, n, m))
     dlse = np.zeros((2, m), np.float32)
-    options: dict[str, Any] = {"deterministic": deterministic}
+    mode: dict[str, Any] = {"deterministic": deterministic}
     with hopper_kernels("name") as launched:
-        usual = run(BACKEND, q, k, v, do, dlse, **options)
-        assert all(not x.any() for x in needs._zeros.values())
+        usual = check(BACKEND, q, k, v, do, dlse, family="sm90", **mode)
+        check_counters()
         of_large = q.copy()
         if what == "lse is large":
             of_large[0, row] *= 5000
         else:
             dlse[0, row] = np.inf
-        got = run(BACKEND, of_large, k, v, do, dlse, **options)
-        assert all(not x.any() for x in needs._zeros.values())
-        again = run(BACKEND, q, k, v, do, np.zeros_like(dlse), **options)
+        got = run(BACKEND, of_large, k, v, do, dlse, **mode)
+        check_counters()
+        again = check(BACKEND, q, k, v, do, np.zeros_like(dlse), family="sm90", **mode)
     assert takes(launched)
     names = ("dq", "dk", "dv")
-    for of_call in (usual, again):
-        for name, wanted in expect(q, k, v, do, family="sm90").items():
-            wanted.check(getattr(of_call, name))
     same = names if deterministic else names[1:]
     assert all(getattr(usual, name).tobytes() == getattr(again, name).tobytes() for name in same)
     for name, wanted in expect(q[1:], k[1:], v[1:], do[1:], family="sm90").items():
