@@ -22,7 +22,8 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # the checkout, where cuflash is not installed
 
-import bench.peers  # noqa: F401 - registers them
+import bench.peers
+import bench.peers_cudnn  # noqa: F401 - both register theirs
 from bench import check, device, rows
 from bench.problems import DTYPES, GRIDS, OPS, Problem
 from bench.registry import PEERS, Peer, Prepared, Unsupported
