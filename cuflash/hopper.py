@@ -383,12 +383,14 @@ def _maps_by_rows(problem: Problem, layout: memory.Layout, rows: Mapping[str, in
     return tuple(found)
 
 
-def dqkv_sections(problem: Problem, tile: tiles.Tile, owned: int, blocks: int, multiprocessors: int) -> Sections:
+def dqkv_sections(
+    problem: Problem, tile: tiles.Tile, ordered: bool, owned: int, blocks: int, multiprocessors: int
+) -> Sections:
     """Of so many batch positions with so many blocks of keys each: what the kernel for all gradients takes together.
-    Where sums have an order, blocks come by descending keys, which are the shortest first under a causal band, and all
-    query heads of a group count: their sums of dq wait for one another."""
+    Where its sums of dq have an order, blocks come by descending keys, which are the shortest first under a causal
+    band, and all query heads of a group count: their sums of dq wait for one another."""
     nbytes = problem.m * (2 * (problem.d + problem.e) + 4 * tile.head_dim)
-    if problem.deterministic:
+    if ordered:
         held = BACKWARD_SECTION_BYTES // (nbytes * max(1, math.prod(problem.inner_batch) // owned))
         return _sections(owned, held, blocks, multiprocessors, uneven=False)
     uneven = _is_uneven(problem)

@@ -501,9 +501,8 @@ def _whole_backward_sm90(
     vector = "dq" in names and _is_vector(problem, layout, "dq", own_bits)
     terms = _sm90_terms(problem, is_plain(problem))
     variant = tiles.sm90_backward_variant(problem.dtype, taken.tile, problem.deterministic, terms, "dq" in names)
-    main = _over_tiles(
-        problem, variant, layout, summed, names, vector, partial(hopper.dqkv_sections, problem, taken.tile), maps
-    )
+    sections = partial(hopper.dqkv_sections, problem, taken.tile, variant.deterministic and variant.needs_dq)
+    main = _over_tiles(problem, variant, layout, summed, names, vector, sections, maps)
     return main, *_sum_of_key_bias(problem, layout)
 
 

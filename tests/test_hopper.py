@@ -259,19 +259,19 @@ def test_blocks_of_keys_are_taken_in_sections_whose_q_and_do_the_l2_holds() -> N
 
 def test_query_heads_of_a_group_count_where_their_sums_wait_for_one_another() -> None:
     q, k = np.zeros((2, 16, 2048, 128), np.float16), np.zeros((2, 4, 2048, 128), np.float16)
-    for deterministic, wanted in ((True, (3, 3)), (False, (8, 8))):
-        described = describe(q, k, k, causal=True, grouped_heads=True, deterministic=deterministic)
+    for ordered, wanted in ((True, (3, 3)), (False, (8, 8))):
+        described = describe(q, k, k, causal=True, grouped_heads=True)
         taken = hopper.backward(described)
         assert taken is not None
-        assert hopper.dqkv_sections(described, taken.tile, 8, 16, SMS) == wanted
+        assert hopper.dqkv_sections(described, taken.tile, ordered, 8, 16, SMS) == wanted
 
 
 @pytest.mark.parametrize(("m", "each"), [(512, 3), (2048, 1)])
 def test_of_even_tiles_a_head_is_taken_after_the_other_where_blocks_of_keys_are_many(m: int, each: int) -> None:
-    described = of_shape(m, m, 128, np.float16, heads=3, deterministic=False)
+    described = of_shape(m, m, 128, np.float16, heads=3)
     taken = hopper.backward(described)
     assert taken is not None
-    assert hopper.dqkv_sections(described, taken.tile, 3, m // taken.tile.block_n, SMS) == (each, each)
+    assert hopper.dqkv_sections(described, taken.tile, False, 3, m // taken.tile.block_n, SMS) == (each, each)
 
 
 def test_gradients_of_other_features_and_dtypes_are_for_other_kernels() -> None:

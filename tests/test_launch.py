@@ -495,6 +495,28 @@ def half(*shape: int, layout: Layout | None = None) -> fake_gpu.ndarray:
     return on_gpu(np.zeros(shape, np.float16), layout)
 
 
+@pytest.mark.parametrize(
+    ("options", "ordered"),
+    [
+        ({}, True),
+        ({"deterministic": False}, False),
+        ({"deterministic": False, "softcap": 5.0}, True),  # there is no kernel without an order
+        ({"need": ("k", "v")}, False),  # nothing of it has one
+    ],
+    ids=str,
+)
+def test_blocks_of_keys_come_as_the_kernel_needs_them(
+    device: Pretended, monkeypatch: Any, options: dict[str, Any], ordered: bool
+) -> None:
+    device.become("sm90", "90a")
+    asked: list[bool] = []
+    sections = hopper.dqkv_sections
+    monkeypatch.setattr(hopper, "dqkv_sections", lambda *x: (asked.append(x[2]), sections(*x))[1])
+    q, k, v, do, o = (half(3, 300, 64) for _ in range(5))
+    cuflash.attention_backward(do, q, k, v, o, on_gpu(np.zeros((3, 300), np.float32)), **options)
+    assert asked == [ordered]
+
+
 def gradients_of_half() -> None:
     q, k, v, do, o = (half(2, 256, 64) for _ in range(5))
     cuflash.attention_backward(do, q, k, v, o, on_gpu(np.zeros((2, 256), np.float32)))
