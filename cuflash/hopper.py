@@ -316,7 +316,7 @@ def backward(problem: Problem, needs_dq: bool = True) -> Backward | None:
         return None
     batch, key_blocks = math.prod(problem.inner_batch), -(-problem.n // tile.block_n)
     blocks = -(-problem.m // tile.block_m)
-    if batch * max(key_blocks, blocks) > params.MAX_INT // 2 or math.prod(problem.q_batch) != batch:
+    if batch * max(key_blocks, blocks) > params.MAX_INT // 4 or math.prod(problem.q_batch) != batch:
         return None
     return Backward(tile, memory.Sums(blocks * tile.block_m * tile.head_dim, tile.head_dim, blocks))
 
@@ -336,17 +336,31 @@ def split_backward(problem: Problem, plain: bool = True) -> SplitBackward | None
 
 
 @lru_cache(maxsize=4096)
-def backward_scratch(problem: Problem, sums: memory.Sums | None, terms: bool = False) -> BackwardScratch:
-    """``sums``: of dq in the kernel for all gradients; ``terms``: `takes_row_terms` of it. Counts are there for calls
-    that may overlap others of their stream."""
+def backward_scratch(
+    problem: Problem, sums: memory.Sums | None, terms: bool = False, shares: int = 0
+) -> BackwardScratch:
+    """``sums``: of dq in the kernel for all gradients; ``terms``: `takes_row_terms` of it; ``shares``: `key_shares`.
+    Counts are there for calls that may overlap others of their stream."""
     rows, q_batch = memory.row_nbytes(problem), math.prod(problem.q_batch)
     bias = 4 * math.prod(problem.inner_batch) * problem.n if problem.has_key_bias else 0
     elements, turns = (sums.elements, sums.turns) if sums else (0, 0)
-    sums_nbytes, counts = 4 * q_batch * elements, CLAIMS_NBYTES + TURN_NBYTES * q_batch * turns
+    of_block = elements // turns if turns else 0
+    sums_nbytes = 4 * (q_batch * elements + shares * of_block)
+    counts = CLAIMS_NBYTES + TURN_NBYTES * (q_batch * turns + shares)
     row_terms = ROW_TERMS_NBYTES // 4 * rows if terms else 0
     parts = (rows, rows, row_terms, -(-bias // 16) * 16, sums_nbytes, counts)
     delta, terms_at, partials, accum, counts_at, end = itertools.accumulate(parts)
     return BackwardScratch(0, delta, terms_at, partials, accum, counts_at, end + 16, counts)
+
+
+def key_shares(problem: Problem, tile: tiles.Tile) -> int:
+    """Sums of dk and dv that CTAs share, each of which has one of the query heads that read the same keys; 0 where one
+    CTA has all of those. That does not pay under a band: the longest of few blocks of keys would be left in the end,
+    and CTAs would be at more query heads at once than the L2 holds."""
+    owned = math.prod(problem.k_batch)
+    if owned == math.prod(problem.inner_batch) or not _is_uneven(problem):
+        return 0
+    return owned * -(-problem.n // tile.block_n) * 2 * (tile.block_n // tile.block_m)
 
 
 def takes_row_terms(taken: Backward, plain: bool) -> bool:

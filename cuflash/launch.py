@@ -133,7 +133,8 @@ def workspace_nbytes(problem: Problem, operation: str) -> int:
     if families.hopper and problem.has_value:
         if whole := hopper.backward(problem):
             terms = hopper.takes_row_terms(whole, is_plain(problem))
-            nbytes = max(nbytes, hopper.backward_scratch(problem, whole.sums, terms).nbytes)
+            shares = hopper.key_shares(problem, whole.tile)
+            nbytes = max(nbytes, hopper.backward_scratch(problem, whole.sums, terms, shares).nbytes)
         if hopper.split_backward(problem, is_plain(problem)):
             nbytes = max(nbytes, hopper.backward_scratch(problem, None).nbytes)
     return nbytes
@@ -502,7 +503,8 @@ def _whole_backward_sm90(
     terms = _sm90_terms(problem, is_plain(problem))
     variant = tiles.sm90_backward_variant(problem.dtype, taken.tile, problem.deterministic, terms, "dq" in names)
     sections = partial(hopper.dqkv_sections, problem, taken.tile, variant.deterministic and variant.needs_dq)
-    main = _over_tiles(problem, variant, layout, summed, names, vector, sections, maps)
+    looped = () if "dq" in names and hopper.key_shares(problem, taken.tile) else summed
+    main = _over_tiles(problem, variant, layout, looped, names, vector, sections, maps)
     return main, *_sum_of_key_bias(problem, layout)
 
 
@@ -596,7 +598,8 @@ def _backward_sm90_needs(
     """``whole``: how the kernel for all gradients, or for all but dq, takes the problem, where it does."""
     sums = whole.sums if whole and needs_dq else None
     terms = sums is not None and whole is not None and hopper.takes_row_terms(whole, is_plain(problem))
-    scratch = hopper.backward_scratch(problem, sums, terms)
+    shares = hopper.key_shares(problem, whole.tile) if whole and sums else 0
+    scratch = hopper.backward_scratch(problem, sums, terms, shares)
     begins = scratch._asdict()
     asked = {"row_terms": terms, "dq_accum": sums is not None, "partials": _bias_axes(layout) != ()}
     names = ("row_lse", "delta", *(name for name, is_asked in asked.items() if is_asked))

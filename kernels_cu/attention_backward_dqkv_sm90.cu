@@ -90,9 +90,31 @@ union alignas(1024) SendBuffer {
 };
 // What is to be in such a buffer, and where it goes from there.
 struct Sending {
-  enum { kDq, kDk, kDv, kNothing } what;
-  DqPart part;       // of dq
+  enum { kDq, kPart, kDk, kDv, kNothing } what;
+  DqPart part;       // of dq, or of half of a block of dk or dv
   int block, owned;  // rows and the position summed over, or, of dk and dv, keys and the owned position
+};
+// A block of dk or dv that several CTAs sum, each for one batch position, is summed as blocks of dq are. Such sums are
+// as large: a warpgroup's 64 keys, or, at 64 features, those of both.
+constexpr int kKeyHalves = kSplitRows ? 1 : 2;
+static_assert(kTile.block_n * kTile.head_dim == kKeyHalves * kTile.block_m * kTile.head_dim);
+static_assert(kTile.value_dim == kTile.head_dim);
+struct KeyShare {
+  int number;  // of the keys' batch position
+  DqRole role;
+
+  __device__ __forceinline__ KeyShare(const Params& params, int owned) : number(0), role{0, 1} {
+    const BatchIndex at = batch_index(params, owned, 0);
+    const int extents[3] = {params.grid_extent0, params.grid_extent1, params.grid_extent2};
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+      if (params.dk_stride.batch[i] != 0) {
+        number = number * extents[i] + at.i[i];
+      } else {
+        role = {role.rank * extents[i] + at.i[i], role.count * extents[i]};
+      }
+    }
+  }
 };
 struct SharedStorage {
   Planes<KTile> k;
@@ -212,15 +234,9 @@ __device__ __forceinline__ void prepare_buffers(const Params& params, SharedStor
       batch_number = int(offset(params.dq_turn_stride, batch_index(params, work.owned, step.summed)));
     };
     begin_batch();
-    for (int left = kNeedsDq ? work.steps : 0; left > 0; --left) {
-      DqPart part{ordered_role(params, work.block, step.block * kTile.block_m), batch_number + step.block};
-      if (!kDeterministic && part.role.count > 1) part.role.rank = atomicAdd(&turns[part.number].drawn, 1);
-      const Sending sending{Sending::kDq, part, step.block, step.summed};
-      if (step.next(work)) begin_batch();
-      if (!part.role.is_last() || part.role.is_first()) {
-        give(sending);
-        continue;
-      }
+    const auto give_part = [&](const Sending& sending) {
+      const DqPart& part = sending.part;
+      if (!part.role.is_last() || part.role.is_first()) return give(sending);
       prepare(sending);
       DqTurn& turn = turns[part.number];
       await_parts(turn, part.role.rank);
@@ -230,9 +246,33 @@ __device__ __forceinline__ void prepare_buffers(const Params& params, SharedStor
       mbarrier_arrive_expect(ready, sizeof(DqSums));
       bulk_load(&smem.send[buffer.stage], sum_of(params, part), sizeof(DqSums), ready);
       buffer.next();
+    };
+    const auto draw = [&](DqRole& role, int number) {
+      if (!kDeterministic && role.count > 1) role.rank = atomicAdd(&turns[number].drawn, 1);
+    };
+    for (int left = kNeedsDq ? work.steps : 0; left > 0; --left) {
+      DqPart part{ordered_role(params, work.block, step.block * kTile.block_m), batch_number + step.block};
+      draw(part.role, part.number);
+      const Sending sending{Sending::kDq, part, step.block, step.summed};
+      if (step.next(work)) begin_batch();
+      give_part(sending);
     }
-    give({Sending::kDv, {}, work.block, work.owned});
-    give({Sending::kDk, {}, work.block, work.owned});
+    KeyShare share(params, work.owned);
+    int number = 0;
+    if (kNeedsDq && share.role.count > 1) {
+      const int positions = owned_count(params) * loop_count(params);
+      number = positions * ceil_div(params.seqlen_q, kTile.block_m) +
+               (share.number * ceil_div(params.seqlen_k, kTile.block_n) + work.block) * 2 * kKeyHalves;
+      draw(share.role, number);  // once for all: who comes last of one comes last of each
+    }
+#pragma unroll
+    for (const auto what : {Sending::kDv, Sending::kDk}) {
+      if (kNeedsDq && share.role.count > 1) {
+        for (int half = 0; half < kKeyHalves; ++half) give_part({Sending::kPart, {share.role, number++}, 0, 0});
+        if (!share.role.is_last()) continue;
+      }
+      give({what, {}, work.block, work.owned});
+    }
   }
   // Nobody fills these: the threads that send are to end.
 #pragma unroll 1
@@ -272,7 +312,7 @@ __device__ __forceinline__ void send_buffer(const TmaParams& tma, SharedStorage&
     fence_async_proxy();
     const Sending sending = smem.sending[number];
     if (sending.what == Sending::kNothing) return;
-    if (!kNeedsDq || sending.what != Sending::kDq) {
+    if (!kNeedsDq || (sending.what != Sending::kDq && sending.what != Sending::kPart)) {
       const int row0 = sending.block * kTile.block_n;
       const BatchIndex batch = batch_index(params, sending.owned, 0);
       if (sending.what == Sending::kDk) {
@@ -526,10 +566,34 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
         run_steps(Flag<false>{});
       }
     }
-    const auto send = [&]<int kCols>(const Fragment<1, kCols>& gradient) {
+    const auto send = [&]<int kCols>(Fragment<1, kCols>& gradient) {
+      await_buffer();
+      if (kNeedsDq && smem.sending[buffer.stage].what == Sending::kPart) {
+        const DqRole role = smem.sending[buffer.stage].part.role;
+#pragma unroll 1
+        for (int half = 0; half < kKeyHalves; ++half) {
+          if (half > 0) await_buffer();
+          const u32 at = dq_at + buffer.stage * sizeof(SendBuffer) - (kSplitRows ? 0 : group * (64 * 64 * 4));
+          if (kSplitRows || group == half) {
+#pragma unroll
+            for (int n = 0; n < kCols / 8; ++n) {
+              if (role.is_last()) {
+                float others[4];
+                ld_shared(others, at + 2048 * n);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) gradient.x[0][n][i] += others[i];
+              } else {
+                st_shared(at + 2048 * n, gradient.x[0][n]);
+              }
+            }
+          }
+          pass_buffer();
+        }
+        if (!role.is_last()) return;
+        await_buffer();
+      }
       OperandA<kCols> rounded;
       rounded.from(gradient);
-      await_buffer();
       store_operand(shared_address(&smem.send[buffer.stage]) + (ds_at - shared_address(&smem.ds[0])), rounded);
       pass_buffer();
     };

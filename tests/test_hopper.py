@@ -202,6 +202,9 @@ def test_scratch_of_gradients_holds_row_vectors_sums_and_counters(d: int) -> Non
     end = 8 * rows + hopper.CLAIMS_NBYTES
     without_dq = (0, 4 * rows, *(8 * rows,) * 4, end + 16, hopper.CLAIMS_NBYTES)
     assert hopper.backward_scratch(described, None) == without_dq
+    shared = hopper.backward_scratch(described, taken.sums, False, 12)
+    assert shared.counts - shared.dq_accum == sums + 12 * 4 * taken.tile.block_m * d
+    assert shared.counts_nbytes == counts + 12 * hopper.TURN_NBYTES
     biased = of_shape(1000, 300, d, np.float16, heads=3, key_bias=np.zeros(300, np.float32))
     more = 4 * 3 * 300
     expected = (*expected[:4], *(x + more for x in expected[4:7]), counts)
@@ -316,6 +319,27 @@ def test_maps_for_some_of_the_gradients_bring_rows_of_a_warpgroup_and_blocks_of_
         if maps is not None:
             assert [params.TENSORS[each.tensor] for each in maps] == ["q", "k", "v", "dout"]
             assert [each.box.rows for each in maps if each.box] == [64, tile.block_n, tile.block_n, 64]
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "options", "blocks"),
+    [
+        ((6,), (6,), {"causal": True}, 0),  # each head has keys of its own
+        ((6,), (2,), {"causal": True}, 2 * 8),
+        ((6,), (1,), {"window": (100, 0)}, 8),
+        ((6,), (2,), {}, 0),  # blocks of keys are as long
+    ],
+)
+@pytest.mark.parametrize("d", [64, 128])
+def test_sums_of_dk_and_dv_are_shared_where_blocks_of_keys_are_uneven(
+    q: tuple[int, ...], k: tuple[int, ...], options: dict[str, Any], blocks: int, d: int
+) -> None:
+    heads, keys = (np.zeros((*batch, 1000, d), np.float16) for batch in (q, k))
+    described = describe(heads, keys, keys, grouped_heads=q != k, **options)
+    taken = hopper.backward(described)
+    assert taken is not None
+    halves = 1 if d == 64 else 2
+    assert hopper.key_shares(described, taken.tile) == 2 * halves * blocks
 
 
 def test_tiles_of_dq_alone_are_taken_in_sections_where_their_lengths_differ() -> None:
