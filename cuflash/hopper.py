@@ -27,6 +27,10 @@ LAST_SECTION_TILES = 3
 With 32 heads of 3 MB, a last section of two heads was 10 percent behind; with 8 of 64 heads for keys, the backward 35
 percent. But at most twice as many positions as the L2 holds: 99 heads of 512 kB for 32 cost the forward 6 percent."""
 
+WORTH_SHARES = 16
+"""Steps of a block of keys, in the mean, from which on CTAs share sums of dk and dv: a part of these costs about as
+much as dq of one or two steps."""
+
 KEY_BLOCKS_APART = 16
 """Blocks of keys from which on CTAs that are at one head together are seldom at the same rows of dq. Then a head is
 taken after the other, which is 2 percent faster at 128 features, 10 with four query heads for each of keys; with 4
@@ -358,7 +362,8 @@ def key_shares(problem: Problem, tile: tiles.Tile) -> int:
     CTA has all of those. That does not pay under a band: the longest of few blocks of keys would be left in the end,
     and CTAs would be at more query heads at once than the L2 holds."""
     owned = math.prod(problem.k_batch)
-    if owned == math.prod(problem.inner_batch) or not _is_uneven(problem):
+    worth = _scores(problem) >= WORTH_SHARES * problem.n * tile.block_m
+    if owned == math.prod(problem.inner_batch) or not _is_uneven(problem) or not worth:
         return 0
     return owned * -(-problem.n // tile.block_n) * 2 * (tile.block_n // tile.block_m)
 
@@ -404,12 +409,21 @@ def dqkv_sections(
     Where its sums of dq have an order, blocks come by descending keys, which are the shortest first under a causal
     band, and all query heads of a group count: their sums of dq wait for one another."""
     nbytes = problem.m * (2 * (problem.d + problem.e) + 4 * tile.head_dim)
+    batch, uneven = math.prod(problem.inner_batch), _is_uneven(problem)
     if ordered:
-        held = BACKWARD_SECTION_BYTES // (nbytes * max(1, math.prod(problem.inner_batch) // owned))
-        return _sections(owned, held, blocks, multiprocessors, uneven=False)
-    uneven = _is_uneven(problem)
-    held = BACKWARD_SECTION_BYTES // nbytes if uneven or blocks < KEY_BLOCKS_APART else 1
-    return _sections(owned, held, blocks, multiprocessors, uneven)
+        held = BACKWARD_SECTION_BYTES // (nbytes * max(1, batch // owned))
+    else:
+        held = BACKWARD_SECTION_BYTES // nbytes if uneven or blocks < KEY_BLOCKS_APART else 1
+    if owned == batch and key_shares(problem, tile):
+        held = _whole_groups(held, batch // math.prod(problem.k_batch))
+    return _sections(owned, held, blocks, multiprocessors, uneven and not ordered)
+
+
+def _whole_groups(held: int, group: int) -> int:
+    """Of so many positions that the L2 holds as many as make whole groups, or a whole part of one."""
+    if held >= group:
+        return held - held % group
+    return max(count for count in range(1, max(1, held) + 1) if group % count == 0)
 
 
 def dq_sections(problem: Problem, owned: int, blocks: int, multiprocessors: int) -> Sections:

@@ -122,7 +122,7 @@ def workspace_nbytes(problem: Problem, operation: str) -> int:
     multiplied in planes, those; where the copy engine cannot follow arrays, copies of them; where CTAs claim tiles,
     a count. Backward: two numbers a query row (on Hopper as many as six), and where one kernel may compute all
     gradients, a row of sums as wide as its tile and a count for each block of rows; on Hopper also one a key and batch
-    position for key_bias.
+    position for key_bias, and where CTAs share the heads of a group under a band, two rows of sums a key.
     """
     families = device_families(problem.device)
     if operation != "attention_backward":
@@ -503,6 +503,7 @@ def _whole_backward_sm90(
     terms = _sm90_terms(problem, is_plain(problem))
     variant = tiles.sm90_backward_variant(problem.dtype, taken.tile, problem.deterministic, terms, "dq" in names)
     sections = partial(hopper.dqkv_sections, problem, taken.tile, variant.deterministic and variant.needs_dq)
+    # As the kernel finds it by the strides of dk: positions with a sum in common are on axes that are not looped over.
     looped = () if "dq" in names and hopper.key_shares(problem, taken.tile) else summed
     main = _over_tiles(problem, variant, layout, looped, names, vector, sections, maps)
     return main, *_sum_of_key_bias(problem, layout)

@@ -6,7 +6,8 @@
 // They share ds for dQ = ds K, of which each forms one half. Threads of the producer's warpgroup pass that on
 // (dq_turns_sm90.cuh), and dk and dv after the last step, by way of the same buffers. CTAs stay and claim one block of
 // keys after another. A CTA sums dk and dv over the batch axes on which they were broadcast, in a fixed order: no
-// atomics. dkey_bias it sums over query rows alone: key_bias may be broadcast on other axes than k.
+// atomics. Or each has one batch position, and they sum dk and dv as they do dq. dkey_bias a CTA sums over query rows
+// alone: key_bias may be broadcast on other axes than k.
 #include "gemm_sm90.cuh"
 #include "terms_backward_sm90.cuh"
 #include "dq_clear_sm90.cuh"

@@ -260,6 +260,47 @@ def test_the_same_bits_every_time(d: int, heads: int, kv_heads: int, options: di
     check_same_bits(arrays, options | grouped, {WHOLE}, [{}] * 200)
 
 
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CTAs share the query heads of a group, however few steps they have."""
+    monkeypatch.setattr(hopper, "WORTH_SHARES", 0)
+    launch._plan_backward_sm90.cache_clear()
+
+
+@both_modes
+@pytest.mark.parametrize("d", [64, 96, 128])
+@pytest.mark.parametrize(
+    ("q", "k", "grouped"), [((5, 3), (), False), ((2, 6), (2, 2), True), ((2, 3, 2), (2, 1, 2), False)], ids=str
+)
+@pytest.mark.parametrize("options", BANDS[1:], ids=str)
+def test_ctas_share_sums_of_dk_and_dv(
+    q: tuple[int, ...],
+    k: tuple[int, ...],
+    grouped: bool,
+    options: dict[str, Any],
+    d: int,
+    deterministic: bool,
+    shared: None,
+) -> None:
+    options = options | ({"grouped_heads": True} if grouped else {})
+    for terms in ({}, {"key_bias": (300,)}) if d != 96 else ({},):
+        case = Case(
+            "float16", (*q, 333, d), (*k, 300, d), (*k, 300, d), terms.get("key_bias"), options, {}, "normal", 21
+        )
+        with hopper_kernels("name") as launched:
+            check_backward(BACKEND, case, "sm90", None, True, True, deterministic=deterministic)
+        assert taken(launched) == {WHOLE}
+        assert all(not x.any() for x in needs._zeros.values())
+
+
+@pytest.mark.parametrize("d", [64, 96, 128])
+def test_shared_sums_have_the_same_bits_every_time(d: int, shared: None) -> None:
+    """With more blocks of keys than CTAs."""
+    rng = np.random.default_rng(22)
+    arrays = [normal(rng, (count, 900, d), "bfloat16") for count in (48, 12, 12, 48)]
+    check_same_bits(arrays, {"causal": True, "grouped_heads": True}, {WHOLE}, [{}] * 200)
+
+
 @both_modes
 @pytest.mark.parametrize("size", [1.0, 3000.0])
 def test_counters_are_0_again(size: float, deterministic: bool) -> None:

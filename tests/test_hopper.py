@@ -260,13 +260,28 @@ def test_blocks_of_keys_are_taken_in_sections_whose_q_and_do_the_l2_holds() -> N
     assert hopper.dkv_sections(causal, 12, 64, SMS) == (held, -(-hopper.LAST_SECTION_TILES * SMS // 64))
 
 
-def test_query_heads_of_a_group_count_where_their_sums_wait_for_one_another() -> None:
+@pytest.mark.parametrize(
+    ("causal", "ordered", "owned", "wanted"),
+    [
+        (False, True, 8, (3, 3)),  # their sums of dq wait for one another
+        (False, False, 8, (1, 1)),
+        (True, True, 32, (12, 12)),  # and those of dk and dv, where each has a CTA
+        (True, False, 32, (12, 24)),
+    ],
+)
+def test_query_heads_of_a_group_are_taken_together(
+    causal: bool, ordered: bool, owned: int, wanted: tuple[int, int]
+) -> None:
     q, k = np.zeros((2, 16, 2048, 128), np.float16), np.zeros((2, 4, 2048, 128), np.float16)
-    for ordered, wanted in ((True, (3, 3)), (False, (8, 8))):
-        described = describe(q, k, k, causal=True, grouped_heads=True)
-        taken = hopper.backward(described)
-        assert taken is not None
-        assert hopper.dqkv_sections(described, taken.tile, ordered, 8, 16, SMS) == wanted
+    described = describe(q, k, k, causal=causal, grouped_heads=True)
+    taken = hopper.backward(described)
+    assert taken is not None
+    assert hopper.dqkv_sections(described, taken.tile, ordered, owned, 16, SMS) == wanted
+
+
+@pytest.mark.parametrize(("held", "group", "wanted"), [(3, 8, 2), (0, 8, 1), (12, 4, 12), (14, 4, 12), (5, 7, 1)])
+def test_a_section_has_whole_groups_or_a_part_of_one(held: int, group: int, wanted: int) -> None:
+    assert hopper._whole_groups(held, group) == wanted
 
 
 @pytest.mark.parametrize(("m", "each"), [(512, 3), (2048, 1)])
@@ -325,8 +340,9 @@ def test_maps_for_some_of_the_gradients_bring_rows_of_a_warpgroup_and_blocks_of_
     ("q", "k", "options", "blocks"),
     [
         ((6,), (6,), {"causal": True}, 0),  # each head has keys of its own
-        ((6,), (2,), {"causal": True}, 2 * 8),
-        ((6,), (1,), {"window": (100, 0)}, 8),
+        ((6,), (2,), {"causal": True}, 2 * 64),
+        ((6,), (1,), {"window": (2500, 0)}, 64),
+        ((6,), (2,), {"window": (100, 0)}, 0),  # few steps
         ((6,), (2,), {}, 0),  # blocks of keys are as long
     ],
 )
@@ -334,7 +350,7 @@ def test_maps_for_some_of_the_gradients_bring_rows_of_a_warpgroup_and_blocks_of_
 def test_sums_of_dk_and_dv_are_shared_where_blocks_of_keys_are_uneven(
     q: tuple[int, ...], k: tuple[int, ...], options: dict[str, Any], blocks: int, d: int
 ) -> None:
-    heads, keys = (np.zeros((*batch, 1000, d), np.float16) for batch in (q, k))
+    heads, keys = (np.zeros((*batch, 8192, d), np.float16) for batch in (q, k))
     described = describe(heads, keys, keys, grouped_heads=q != k, **options)
     taken = hopper.backward(described)
     assert taken is not None

@@ -586,8 +586,7 @@ def test_gradients_of_16_bits_have_a_kernel_on_hopper(
     delta, main = device.launched
     assert (delta.operation, delta.family) == ("attention_delta", "sm90")
     assert (main.operation, main.family, main.deterministic) == (tiles.FUSED, "sm90", deterministic)
-    # Each CTA has a block of keys for one query head, where a band makes blocks uneven.
-    assert device.grids[-1] == min(132, -(-k.shape[-2] // 128) * int(np.prod(q.shape[:-2])))
+    assert device.grids[-1] == min(132, -(-k.shape[-2] // 128) * int(np.prod(k.shape[:-2])))
     device.become("sm80", "90a")
     device.launched.clear()
     gradients_of(q, k, v, deterministic=deterministic, **options)

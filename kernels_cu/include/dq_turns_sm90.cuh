@@ -6,6 +6,8 @@
 // it, and those are running. Else they come as they do, and draw numbers: whoever is not the first waits for the first
 // one's store, the last for all. A CTA draws its numbers one after the other, in the order of its steps, and waits only
 // for what was drawn before: so no CTAs wait for each other, however early they draw.
+//
+// Sums of dk and dv that CTAs share are formed alike. Those of a block of keys have one draw in common.
 #pragma once
 #include "blocks.cuh"
 #include "params.cuh"
