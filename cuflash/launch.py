@@ -246,6 +246,8 @@ _enqueuing = threading.Lock()
 def enqueue(plan: tuple[Launch, ...], pointers: Sequence[int], zeros: int = 0, nbytes: int = 0) -> None:
     """Enqueue the kernels, and before them zeros for so many bytes from an address on."""
     launches = _addressed(plan, tuple(pointers))  # first: the driver may refuse a tensor map
+    if len(launches) == 1 and not nbytes:  # nothing that another call could come between
+        return _enqueue_kernel(*launches[0])
     with _enqueuing:
         if nbytes:
             import cupy

@@ -33,13 +33,14 @@ constexpr int kProducerRegisters = 24, kConsumerRegisters = (504 - kProducerRegi
 // Of p so many columns are formed while dp is, the others among the multiplications of ds: exponentials are the slowest
 // of these instructions, and keep few others waiting if they are spread.
 constexpr int kEarlyColumns = !kSplitRows ? 32 : kKeyBias ? 56 : 40;
+constexpr bool kHasScoreTerms = kSoftcap || kKeyBias;
 // Whether products take off lse and delta. It pays above 64 features, where shared memory is what is full.
-constexpr bool kTermsInProducts = !kSplitRows && !kSoftcap && !kKeyBias;
+constexpr bool kTermsInProducts = !kSplitRows && !kHasScoreTerms;
 // Likewise, the last steps of scores have K in registers: as many as there are registers for.
 constexpr int kHeldSteps = 2;
 // Whether calls with rows that need care have a loop of their own: a branch in a common one keeps ptxas from mixing
 // exponentials, products and stores. With score terms there are no registers for two.
-constexpr bool kTwoLoops = !kSoftcap && !kKeyBias;
+constexpr bool kTwoLoops = !kHasScoreTerms;
 // Where they are too few for what else would be read early or kept from step to step.
 constexpr bool kIsCramped = kSplitRows && kKeyBias;
 // Whether the next step is begun before the products of dk, which wait for those of dq anyway.
