@@ -32,6 +32,9 @@ constexpr int kExchanges = 2;
 constexpr int kWarps = 4;  // of a warpgroup
 static_assert(kTile.stages > 1, "dO of a step takes the slot of Q of another, which is held until the step after");
 constexpr bool kTerms = kKeyBias;
+// Steps of the products of K and V that have them in registers, as reads of shared memory are what is full here: as
+// many as were fastest. Score terms leave no registers.
+constexpr int kHeldSteps = kTerms ? 0 : kTile.head_dim > 192 ? 4 : 5;
 static_assert(kSoftcap == kTerms, "one kernel serves all terms");
 static_assert(kTile.block_m == 64 && kTile.block_n == 64 && kTile.warps == 3 * kWarps);
 static_assert(kRowPadding % kTile.block_m == 0, "tiles of row vectors load whole");
@@ -47,6 +50,7 @@ using DoutTile = PanelTile<kTile.block_m, kTile.value_dim>;
 using KTile = PanelTile<kTile.block_n, kTile.head_dim>;
 using VTile = PanelTile<kTile.block_n, kTile.value_dim>;
 using Scores = Fragment<1, kTile.block_m>;  // transposed: rows are keys
+using RowColumns = ConditionalType<kTerms, LaneColumns<kTile.block_m>, KeptColumns<kTile.block_m>>;
 
 union alignas(1024) Slot {
   Planes<QTile> q;
@@ -63,7 +67,11 @@ struct SlotState {
   __device__ __forceinline__ void next() { q = q + 1 == kSlots ? 0 : q + 1; }
 };
 
-// p of a warp in the order of its registers: 16 bytes a lane of each tile of 8 columns.
+// What a warp of the first warpgroup leaves for one of the second, in the order of its registers, 16 bytes a lane at a
+// time: p, or with a softcap tanh. Without score terms p comes in half precision, for half the traffic, and times
+// kHalfScale: so it has 11 bits from 2^-26 on, as ds is to have at most, and 4, which is the most that rounding makes
+// of p where lse is not large (exponent), does not overflow.
+constexpr float kHalfScale = 4096;
 struct alignas(16) Exchange {
   float x[kTile.block_m / 8][32][4];
 
@@ -77,7 +85,40 @@ struct alignas(16) Exchange {
     for (int n = 0; n < kTile.block_m / 8; ++n) load(p.x[0][n], n);
   }
   __device__ __forceinline__ void load(float (&p)[4], int n) const { ld_shared(p, address() + 512 * n); }
+  __device__ __forceinline__ void store_half(const Scores& p) const {
+#pragma unroll
+    for (int n = 0; n < kTile.block_m / 16; ++n) {
+      u32 pairs[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* pair = &p.x[0][2 * n + i / 2][i % 2 * 2];
+        pairs[i] = cvt_x2(pair[0] * kHalfScale, pair[1] * kHalfScale, Half{});
+      }
+      st_shared(address() + 512 * n, pairs);
+    }
+  }
+  // Times kHalfScale as it is.
+  __device__ __forceinline__ void load_half(Scores& p) const {
+#pragma unroll
+    for (int n = 0; n < kTile.block_m / 16; ++n) {
+      u32 pairs[4];
+      ld_shared(pairs, address() + 512 * n);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float* pair = &p.x[0][2 * n + i / 2][i % 2 * 2];
+        to_floats(pair[0], pair[1], pairs[i], Half{});
+      }
+    }
+  }
 };
+
+// ds / scale = p (dp - delta), of p times kHalfScale.
+template <class Columns>
+__device__ __forceinline__ void dp_to_ds_by_half(Scores& dp, Scores& p, const Columns& delta) {
+  constexpr float kFactor = 1 / kHalfScale;
+  for_each_of_rows(dp, p, delta,
+                   [](float& x, float& p_of, float of_row, int) { x = p_of * fmaf(x, kFactor, -(of_row * kFactor)); });
+}
 
 struct SharedStorage {
   Planes<KTile> k;
@@ -147,6 +188,12 @@ __device__ __forceinline__ void produce(const TmaParams& tma, SharedStorage& sme
   }
 }
 
+// What a step asks of shared memory, where it would be answered late.
+struct Prepared {
+  RowColumns of_rows;
+  bool is_masked, is_large;
+};
+
 // A warpgroup's: either p and dv, or ds and dk.
 template <bool kOfValues>
 __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& smem) {
@@ -165,11 +212,20 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
   const auto sum_slot = [&] { return kOfValues ? slot.dout() : slot.q; };
   const auto await_slot = [&](int number) { mbarrier_wait(smem.slot_barriers[number].full, slot.parity()); };
   Scores s;  // or dp
-  const auto issue_product = [&] {
+  OperandA<16 * max_of(kHeldSteps, 1)> held;
+  const auto factor = [&]() -> const auto& {
     if constexpr (kOfValues) {
-      issue_nt<kDepth>(s, smem.k, 0, smem.slots[factor_slot()].q);
+      return smem.k;
     } else {
-      issue_nt<kDepth>(s, smem.v, 0, smem.slots[factor_slot()].dout);
+      return smem.v;
+    }
+  };
+  const auto issue_product = [&] {
+    const Slot& slot = smem.slots[factor_slot()];
+    if constexpr (kOfValues) {
+      issue_nt<kDepth, kHeldSteps>(s, factor(), 0, held.x[0], slot.q);
+    } else {
+      issue_nt<kDepth, kHeldSteps>(s, factor(), 0, held.x[0], slot.dout);
     }
   };
   Tangent tangent(params);
@@ -180,6 +236,7 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
   const auto start_tile = [&] {
     mbarrier_wait(own_barriers.full, tile.parity);
     const KeyWork& work = smem.work[tile.slot];
+    if constexpr (kHeldSteps > 0) load_operand(held, factor(), warp_key0, kDepth - 16 * kHeldSteps);
     if (work.steps > 0) await_slot(factor_slot());
     issue_product();
     return work.block >= 0;
@@ -187,11 +244,10 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
 
   bool is_tile = start_tile();
   while (is_tile) {
-    const KeyWork& work = smem.work[tile.slot];
+    const KeyWork work = smem.work[tile.slot];
     const int key0 = work.block * kTile.block_n, owned = work.owned;
     Fragment<1, kCols> sums;
     sums.clear();
-    wgmma_wait<0>(s);
     const auto begin_keys = [&](int summed) {
       const BatchIndex batch = batch_index(params, work.owned, summed);
       if constexpr (kOfValues) {
@@ -209,19 +265,29 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
 #pragma unroll 1
         for (int summed = 0; summed < loop_count(params); ++summed) begin_keys(summed), finish_keys(summed);
       }
+      wgmma_wait<0>(s);
       release(own_barriers.empty);
     } else {
       Step step(work);
       int left = work.steps;
       if constexpr (kTerms) begin_keys(0);
+      // Under the product, what is waited for before elements are worked on: of those of the first warpgroup a step is
+      // as long as they take.
+      const auto prepare = [&]() -> Prepared {
+        const float* rows = smem.rows[factor_slot()];
+        const bool is_masked = !work.rows.is_full(step.block) || key0 + kTile.block_n > params.seqlen_k;
+        if constexpr (!kOfValues) return {RowColumns(rows), is_masked, false};
+        await_slot(sum_slot());
+        mbarrier_wait(smem.exchange_barriers[exchange.stage][warp].empty, exchange.parity ^ 1);
+        return {RowColumns(rows), is_masked, any_is_large<kTile.block_m>(rows)};
+      };
+      Prepared prepared = prepare();
+      wgmma_wait<0>(s);
       while (true) {
         if (left == 1) release(own_barriers.empty);
         const float* rows = smem.rows[factor_slot()];
-        // Each when it is wanted: read before the product is waited for, all of it took 8 to 14 percent.
-        const LaneColumns<kTile.block_m> of_rows(rows);
         const int row0 = step.block * kTile.block_m;
-        const bool masked = !work.rows.is_full(step.block) || key0 + kTile.block_n > params.seqlen_k;
-        const bool large = kOfValues && any_is_large<kTile.block_m>(rows);
+        const bool large = prepared.is_large;
         BufferBarriers& barriers = smem.exchange_barriers[exchange.stage][warp];
         const Exchange& exchanged = smem.exchange[exchange.stage][warp];
         OperandA<kTile.block_m> operand;
@@ -231,7 +297,7 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
           } else if constexpr (kTerms) {
             keys.add(s, params.scale);
           }
-          if (masked || (kTerms && keys.any_is_absent())) {
+          if (prepared.is_masked || (kTerms && keys.any_is_absent())) {
             mask_by_row_limits(s, params, key0 + warp_key0, row0, [&](int r) { return kTerms && keys.is_absent(r); });
             mask_beyond_length(s, params, row0);
           }
@@ -239,9 +305,9 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
             tanh_to_p(s, params, rows, large, keys, operand);
           } else {
             if (large) {
-              scores_to_p<true>(s, params, of_rows);
+              scores_to_p<true>(s, params, prepared.of_rows);
             } else {
-              scores_to_p<false>(s, params, of_rows);
+              scores_to_p<false>(s, params, prepared.of_rows);
             }
             operand.from(s);
           }
@@ -255,24 +321,28 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
             release(barriers.empty);
           } else {
             Scores p;
-            exchanged.load(p);
             if constexpr (kTerms) {
-              dp_to_ds(s, p, of_rows, keys);
+              exchanged.load(p);
+              dp_to_ds(s, p, prepared.of_rows, keys);
             } else {
-              dp_to_ds(s, p, of_rows);
+              exchanged.load_half(p);
+              dp_to_ds_by_half(s, p, prepared.of_rows);
             }
             release(barriers.empty);
             operand.from(s);
           }
         }
         release(smem.slot_barriers[factor_slot()].empty);
-        await_slot(sum_slot());
+        if constexpr (!kOfValues) await_slot(sum_slot());
         u64& sum_empty = smem.slot_barriers[sum_slot()].empty;
         if constexpr (kOfValues) {
           issue_nn(sums, operand, smem.slots[sum_slot()].dout);
           // Under the product: the other warpgroup has one of its own to wait for.
-          mbarrier_wait(barriers.empty, exchange.parity ^ 1);
-          exchanged.store(s);
+          if constexpr (kTerms) {
+            exchanged.store(s);
+          } else {
+            exchanged.store_half(s);
+          }
           release(barriers.full);
         } else {
           issue_nn(sums, operand, smem.slots[sum_slot()].q);
@@ -292,6 +362,7 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
         issue_product();
         wgmma_wait<1>(sums);
         release(sum_empty);
+        prepared = prepare();
         wgmma_wait<0>(s);
       }
     }

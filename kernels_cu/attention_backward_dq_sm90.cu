@@ -39,6 +39,9 @@ constexpr int kBlocksAfterClaim = 2;
 constexpr bool kTerms = kKeyBias;
 // Weights of keys come while scores are formed, or, where there are no registers for that, dp.
 constexpr bool kEarlyKeys = kTerms && kTile.head_dim <= 192;
+// Whether what the record of a tile says is read once, and not for each block: beside products shared memory answers
+// late. Wide tiles leave no registers to keep it in.
+constexpr bool kKeepsRecord = kTile.head_dim <= 192;
 static_assert(kSoftcap == kTerms, "one kernel serves all terms");
 static_assert(!kTerms || kTile.block_n == 64, "a lane has the weights of two keys");
 static_assert(kTile.block_m == kRows * kConsumers && kTile.warps == 4 * (kConsumers + 1));
@@ -57,11 +60,14 @@ using KTile = PanelTile<kTile.block_n, kTile.head_dim>;
 using VTile = PanelTile<kTile.block_n, kPartCols>;
 using Scores = Fragment<1, kTile.block_n>;
 
-// A tile of query rows, at the first of the batch positions over which it is summed, and the key blocks that it sees.
-struct TileWork {
-  BatchIndex batch;
+// A tile of query rows and the key blocks that it sees, which end at 0 after the last tile.
+struct TileRange {
   int row0;
-  BlockRange blocks;  // which end at 0 after the last
+  BlockRange blocks;
+};
+// At the first of the batch positions over which it is summed.
+struct TileWork : TileRange {
+  BatchIndex batch;
   int owned;
 
   __device__ __forceinline__ void locate(const Params& params, int tile) {
@@ -244,8 +250,16 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
     rows.load(smem.rows[group].lse, smem.rows[group].delta);
     __syncwarp();  // before its first lane gives them up
   };
+  TileRange kept;
+  const auto record = [&]() -> const auto& {
+    if constexpr (kKeepsRecord) {
+      return kept;
+    } else {
+      return const_cast<const volatile TileWork&>(smem.work[w.stage]);
+    }
+  };
   const auto scores_to_ds = [&] {
-    const volatile TileWork& work = smem.work[w.stage];  // no registers are left to keep it in
+    const auto& work = record();
     if constexpr (kTerms && !kEarlyKeys) load_keys();
     wgmma_wait<kVParts>(s);
     const bool is_last = block == work.blocks.begin;
@@ -297,6 +311,7 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
   while (is_tile) {
     Fragment<1, kTile.head_dim> dq;
     bool begins = true;
+    if constexpr (kKeepsRecord) kept = smem.work[w.stage];
     // dq of this block, and the scores of the next.
     const auto issue = [&](bool is_tile) {
       const Planes<KTile>& own = smem.k[k.stage];
@@ -317,7 +332,7 @@ __device__ __forceinline__ void consume(const TmaParams& tma, SharedStorage& sme
     start_rows();
     scores_to_ds();
     for (int summed = loop_count(params);;) {
-      const volatile BlockRange& blocks = smem.work[w.stage].blocks;
+      const auto& blocks = record().blocks;
       const bool ends_rows = block == blocks.begin;
       if (ends_rows) {
         parity ^= 1;

@@ -116,14 +116,12 @@ __device__ __forceinline__ void load_operand(OperandA<kDepth>& a, const Planes<T
       ldmatrix_x4(a.x[plane][k], smem[plane].address(row0 + lane_id() % 16, col0 + 16 * k + lane_id() / 16 * 8));
 }
 
-// s = A B^T + C D^T. The last columns of A may be in registers, which saves shared memory reads. C's 16 columns are two
-// registers of the same rows and 0; D has rows of 16 bytes, bfloat16, and no other columns than those 8.
+// The products of s = A B^T, of which the last columns of A are in registers: that saves reads of shared memory.
 template <int kDepth, int kHeld, int kCols, class TileA, class TileB>
-__device__ __forceinline__ void issue_nt(Fragment<1, kCols>& s, const Planes<TileA>& a_smem, int row0,
-                                         const u32 (*held)[4], const Planes<TileB>& b_smem, const u32 (&c)[4],
-                                         const void* d_smem) {
+__device__ __forceinline__ void multiply_nt(Fragment<1, kCols>& s, const Planes<TileA>& a_smem, int row0,
+                                            const u32 (*held)[4], const Planes<TileB>& b_smem) {
   static_assert(kPlanes == 1);
-  wgmma_fence();
+  static_assert(kHeld < kDepth / 16, "the first one begins the sum");
   const u64 a = make_smem_desc(&a_smem[0], 16) + (row0 * 128 >> 4), b = make_smem_desc(&b_smem[0], 16);
 #pragma unroll
   for (int k = 0; k < kDepth / 16; ++k) {
@@ -135,6 +133,25 @@ __device__ __forceinline__ void issue_nt(Fragment<1, kCols>& s, const Planes<Til
       Wgmma<kCols>::rt(sums_of(s), held[k - (kDepth / 16 - kHeld)], b_step, Plane{});
     }
   }
+}
+
+// s = A B^T.
+template <int kDepth, int kHeld, int kCols, class TileA, class TileB>
+__device__ __forceinline__ void issue_nt(Fragment<1, kCols>& s, const Planes<TileA>& a_smem, int row0,
+                                         const u32 (*held)[4], const Planes<TileB>& b_smem) {
+  wgmma_fence();
+  multiply_nt<kDepth, kHeld>(s, a_smem, row0, held, b_smem);
+  wgmma_commit();
+}
+
+// s = A B^T + C D^T. C's 16 columns are two registers of the same rows and 0; D has rows of 16 bytes, bfloat16, and no
+// other columns than those 8.
+template <int kDepth, int kHeld, int kCols, class TileA, class TileB>
+__device__ __forceinline__ void issue_nt(Fragment<1, kCols>& s, const Planes<TileA>& a_smem, int row0,
+                                         const u32 (*held)[4], const Planes<TileB>& b_smem, const u32 (&c)[4],
+                                         const void* d_smem) {
+  wgmma_fence();
+  multiply_nt<kDepth, kHeld>(s, a_smem, row0, held, b_smem);
   Wgmma<kCols>::rt(sums_of(s), c, make_rows_desc(d_smem), BFloat16{});
   wgmma_commit();
 }

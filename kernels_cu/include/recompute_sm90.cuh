@@ -23,6 +23,18 @@ struct FarLaneColumns {
   __device__ __forceinline__ explicit FarLaneColumns(const float* of_rows) : at(of_rows + 2 * (lane_id() % 4)) {}
   __device__ __forceinline__ void pair(float (&x)[2], int n) const { x[0] = at[8 * n], x[1] = at[8 * n + 1]; }
 };
+// The same, read at once and kept, where there are registers: beside products shared memory answers late.
+template <int kCols>
+struct KeptColumns {
+  float x[kCols / 8][2];
+
+  __device__ __forceinline__ explicit KeptColumns(const float* of_rows) {
+    const LaneColumns<kCols> columns(of_rows);
+#pragma unroll
+    for (int n = 0; n < kCols / 8; ++n) columns.pair(x[n], n);
+  }
+  __device__ __forceinline__ void pair(float (&y)[2], int n) const { y[0] = x[n][0], y[1] = x[n][1]; }
+};
 
 // f(element of the fragment, element of another one of its shape, what the element's column has of its own, row slot).
 template <int kCols, class Columns, class F>

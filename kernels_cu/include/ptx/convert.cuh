@@ -60,5 +60,10 @@ __device__ __forceinline__ u32 cvt_x2(float low, float high, BFloat16) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
   return y;
 }
+__device__ __forceinline__ void to_floats(float& low, float& high, u32 x, Half) {
+  asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high; }"
+      : "=f"(low), "=f"(high)
+      : "r"(x));
+}
 
 }  // namespace cuflash
