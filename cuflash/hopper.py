@@ -31,6 +31,15 @@ WORTH_SHARES = 16
 """Steps of a block of keys, in the mean, from which on CTAs share sums of dk and dv: a part of these costs about as
 much as dq of one or two steps."""
 
+LAST_TILES, LAST_TILE_PARTS = 16, 4
+"""So many of the last tiles of the kernel for all gradients are taken in so many parts, where they are long. Whole ones
+would leave most CTAs idle: with 2112 tiles for 132 CTAs one of 131 CTAs that are done takes the last tile of one that
+is late. With twice as many tiles, or half the parts, nothing was faster, nor with parts where some half of all CTAs
+have one tile more than others."""
+
+WORTH_PARTS = 32
+"""Likewise, to take the last tiles in parts."""
+
 KEY_BLOCKS_APART = 16
 """Blocks of keys from which on CTAs that are at one head together are seldom at the same rows of dq. Then a head is
 taken after the other, which is 2 percent faster at 128 features, 10 with four query heads for each of keys; with 4
@@ -97,11 +106,30 @@ class Scratch(NamedTuple):
     nbytes: int
 
 
+class KeyShares(NamedTuple):
+    """Sums of dk and dv that CTAs share."""
+
+    by_position: bool
+    """Whether each CTA has one of the batch positions that read the same keys."""
+    tiles: int
+    """The last of all, of which CTAs have parts of the query rows."""
+    sums: int
+
+
+NO_SHARES = KeyShares(False, 0, 0)
+
+
 class Backward(NamedTuple):
-    """How the kernel for all gradients takes a problem."""
+    """How the kernel for all gradients, or that for all but dq, takes a problem."""
 
     tile: tiles.Tile
-    sums: memory.Sums
+    sums: memory.Sums | None
+    """Of dq, where it is asked for."""
+    takes_terms: bool
+    """Whether products take off lse and delta (row_terms_sm90.cuh)."""
+    in_order: bool
+    """Whether sums of dq have an order: there is no kernel for score terms without one."""
+    shares: KeyShares
 
 
 class SplitBackward(NamedTuple):
@@ -313,8 +341,8 @@ TURN_NBYTES = 8
 
 
 @lru_cache(maxsize=4096)
-def backward(problem: Problem, needs_dq: bool = True) -> Backward | None:
-    """None where another kernel serves. The problem has values."""
+def backward(problem: Problem, multiprocessors: int, plain: bool = True, needs_dq: bool = True) -> Backward | None:
+    """None where another kernel serves. The problem has values. ``plain``: as in `forward`."""
     tile = tiles.sm90_backward(problem.dtype, max(problem.d, problem.e), needs_dq)
     if tile is None or not _has_usual_cap(problem) or not all(follows(problem, name) for name in operands(problem)):
         return None
@@ -322,7 +350,12 @@ def backward(problem: Problem, needs_dq: bool = True) -> Backward | None:
     blocks = -(-problem.m // tile.block_m)
     if batch * max(key_blocks, blocks) > params.MAX_INT // 4 or math.prod(problem.q_batch) != batch:
         return None
-    return Backward(tile, memory.Sums(blocks * tile.block_m * tile.head_dim, tile.head_dim, blocks))
+    if not needs_dq:
+        return Backward(tile, None, False, False, NO_SHARES)
+    sums = memory.Sums(blocks * tile.block_m * tile.head_dim, tile.head_dim, blocks)
+    in_order = problem.deterministic or not plain
+    shares = _key_shares(problem, tile, in_order, multiprocessors)
+    return Backward(tile, sums, plain and tile.block_m == 64, in_order, shares)
 
 
 @lru_cache(maxsize=4096)
@@ -340,37 +373,39 @@ def split_backward(problem: Problem, plain: bool = True) -> SplitBackward | None
 
 
 @lru_cache(maxsize=4096)
-def backward_scratch(
-    problem: Problem, sums: memory.Sums | None, terms: bool = False, shares: int = 0
-) -> BackwardScratch:
-    """``sums``: of dq in the kernel for all gradients; ``terms``: `takes_row_terms` of it; ``shares``: `key_shares`.
-    Counts are there for calls that may overlap others of their stream."""
+def backward_scratch(problem: Problem, whole: Backward | None = None) -> BackwardScratch:
+    """``whole``: how the kernel for all gradients takes it, where it does. Counts are there for calls that may overlap
+    others of their stream."""
     rows, q_batch = memory.row_nbytes(problem), math.prod(problem.q_batch)
     bias = 4 * math.prod(problem.inner_batch) * problem.n if problem.has_key_bias else 0
-    elements, turns = (sums.elements, sums.turns) if sums else (0, 0)
-    of_block = elements // turns if turns else 0
-    sums_nbytes = 4 * (q_batch * elements + shares * of_block)
-    counts = CLAIMS_NBYTES + TURN_NBYTES * (q_batch * turns + shares)
-    row_terms = ROW_TERMS_NBYTES // 4 * rows if terms else 0
+    sums = 0
+    if whole and whole.sums:
+        sums = q_batch * whole.sums.turns + whole.shares.sums
+    sums_nbytes = 4 * sums * whole.tile.block_m * whole.tile.head_dim if whole else 0
+    counts = CLAIMS_NBYTES + TURN_NBYTES * sums
+    row_terms = ROW_TERMS_NBYTES // 4 * rows if whole and whole.takes_terms else 0
     parts = (rows, rows, row_terms, -(-bias // 16) * 16, sums_nbytes, counts)
     delta, terms_at, partials, accum, counts_at, end = itertools.accumulate(parts)
     return BackwardScratch(0, delta, terms_at, partials, accum, counts_at, end + 16, counts)
 
 
-def key_shares(problem: Problem, tile: tiles.Tile) -> int:
-    """Sums of dk and dv that CTAs share, each of which has one of the query heads that read the same keys; 0 where one
-    CTA has all of those. That does not pay under a band: the longest of few blocks of keys would be left in the end,
-    and CTAs would be at more query heads at once than the L2 holds."""
-    owned = math.prod(problem.k_batch)
-    worth = _scores(problem) >= WORTH_SHARES * problem.n * tile.block_m
-    if owned == math.prod(problem.inner_batch) or not _is_uneven(problem) or not worth:
-        return 0
-    return owned * -(-problem.n // tile.block_n) * 2 * (tile.block_n // tile.block_m)
-
-
-def takes_row_terms(taken: Backward, plain: bool) -> bool:
-    """Whether the products of the kernel for all gradients take off lse and delta. ``plain``: as in `forward`."""
-    return plain and taken.tile.block_m == 64
+def _key_shares(problem: Problem, tile: tiles.Tile, in_order: bool, multiprocessors: int) -> KeyShares:
+    """Under a band, a CTA with all query heads that read the same keys would be left with the longest of few blocks in
+    the end, and CTAs would be at more heads at once than the L2 holds. In an order, tiles that differ in length come
+    shortest first (`dqkv_sections`): the last ones are the longest."""
+    owned, positions = math.prod(problem.k_batch), math.prod(problem.inner_batch)
+    count = owned * -(-problem.n // tile.block_n)
+    uneven, scores_of_step = _is_uneven(problem), problem.n * tile.block_m
+    sums = 2 * (tile.block_n // tile.block_m)  # of a block of keys: as large as those of a block of query rows
+    if owned != positions:
+        worth = uneven and _scores(problem) >= WORTH_SHARES * scores_of_step
+        return KeyShares(True, 0, count * sums) if worth else NO_SHARES
+    ends_late = in_order or (not uneven and 4 * (count % multiprocessors) < multiprocessors)
+    worth = count > multiprocessors and ends_late and _scores(problem) >= WORTH_PARTS * scores_of_step
+    if problem.has_key_bias:  # CTAs sum its gradient over query rows each by itself
+        return NO_SHARES
+    split = min(LAST_TILES, count)
+    return KeyShares(False, split, split * sums) if worth else NO_SHARES
 
 
 def backward_maps(problem: Problem, layout: memory.Layout, taken: Backward) -> tuple[Map, ...] | None:
@@ -402,21 +437,19 @@ def _maps_by_rows(problem: Problem, layout: memory.Layout, rows: Mapping[str, in
     return tuple(found)
 
 
-def dqkv_sections(
-    problem: Problem, tile: tiles.Tile, ordered: bool, owned: int, blocks: int, multiprocessors: int
-) -> Sections:
+def dqkv_sections(problem: Problem, taken: Backward, owned: int, blocks: int, multiprocessors: int) -> Sections:
     """Of so many batch positions with so many blocks of keys each: what the kernel for all gradients takes together.
     Where its sums of dq have an order, blocks come by descending keys, which are the shortest first under a causal
     band, and all query heads of a group count: their sums of dq wait for one another."""
-    nbytes = problem.m * (2 * (problem.d + problem.e) + 4 * tile.head_dim)
+    nbytes = problem.m * (2 * (problem.d + problem.e) + 4 * taken.tile.head_dim)
     batch, uneven = math.prod(problem.inner_batch), _is_uneven(problem)
-    if ordered:
+    if taken.in_order:
         held = BACKWARD_SECTION_BYTES // (nbytes * max(1, batch // owned))
     else:
         held = BACKWARD_SECTION_BYTES // nbytes if uneven or blocks < KEY_BLOCKS_APART else 1
-    if owned == batch and key_shares(problem, tile):
+    if taken.shares.by_position:
         held = _whole_groups(held, batch // math.prod(problem.k_batch))
-    return _sections(owned, held, blocks, multiprocessors, uneven and not ordered)
+    return _sections(owned, held, blocks, multiprocessors, uneven and not taken.in_order)
 
 
 def _whole_groups(held: int, group: int) -> int:

@@ -122,7 +122,8 @@ def workspace_nbytes(problem: Problem, operation: str) -> int:
     multiplied in planes, those; where the copy engine cannot follow arrays, copies of them; where CTAs claim tiles,
     a count. Backward: two numbers a query row (on Hopper as many as six), and where one kernel may compute all
     gradients, a row of sums as wide as its tile and a count for each block of rows; on Hopper also one a key and batch
-    position for key_bias, and where CTAs share the heads of a group under a band, two rows of sums a key.
+    position for key_bias, where CTAs share the heads of a group under a band, two rows of sums a key, and else two of
+    each of some last keys.
     """
     families = device_families(problem.device)
     if operation != "attention_backward":
@@ -131,12 +132,10 @@ def workspace_nbytes(problem: Problem, operation: str) -> int:
         return max((few.scratch(problem, kernel).nbytes for kernel in _few(problem, families)), default=0)
     nbytes = memory.workspace_of(problem, _fused_sums(problem, families.portable)).nbytes
     if families.hopper and problem.has_value:
-        if whole := hopper.backward(problem):
-            terms = hopper.takes_row_terms(whole, is_plain(problem))
-            shares = hopper.key_shares(problem, whole.tile)
-            nbytes = max(nbytes, hopper.backward_scratch(problem, whole.sums, terms, shares).nbytes)
+        if whole := _whole_sm90(problem):
+            nbytes = max(nbytes, hopper.backward_scratch(problem, whole).nbytes)
         if hopper.split_backward(problem, is_plain(problem)):
-            nbytes = max(nbytes, hopper.backward_scratch(problem, None).nbytes)
+            nbytes = max(nbytes, hopper.backward_scratch(problem).nbytes)
     return nbytes
 
 
@@ -452,8 +451,8 @@ def _plan_backward_sm90(
     if not kernels:
         return None
     own_bits = dict(zip(("dq", "dk", "dv"), gradient_bits, strict=True))
-    whole, of_whole = next(((x, names) for x, names in kernels if isinstance(x, hopper.Backward)), (None, ()))
-    layout = memory.layout_of(problem, given, whole.sums if whole and "dq" in of_whole else None)
+    whole = next((taken for taken, _ in kernels if isinstance(taken, hopper.Backward)), None)
+    layout = memory.layout_of(problem, given, whole.sums if whole else None)
     launches: tuple[Launch, ...] = ()
     for taken, names in kernels:
         if isinstance(taken, hopper.Backward):
@@ -463,7 +462,7 @@ def _plan_backward_sm90(
         if not found:
             return None
         launches += found
-    needs = _backward_sm90_needs(problem, layout, whole, "dq" in of_whole)
+    needs = _backward_sm90_needs(problem, layout, whole)
     return _Plan((_delta_sm90(problem, layout, bits), *launches), needs)
 
 
@@ -473,7 +472,7 @@ def _sm90_backward_kernels(
     """Which kernels of the sm90 family compute which of the gradients that are asked for, none where others do."""
     of_keys = tuple(name for name in asked if name != "dq")
     together = "dq" in asked and {"dk", "dv"} <= set(of_keys)
-    whole = hopper.backward(problem, together)
+    whole = _whole_sm90(problem, together)
     if whole and (together or (asked and asked == of_keys)):
         return ((whole, asked),)
     split = hopper.split_backward(problem, is_plain(problem))
@@ -486,6 +485,11 @@ def _sm90_backward_kernels(
         kernels.append((split.dq, ("dq",)))
     found = tuple((taken, names) for taken, names in kernels if taken)
     return found if len(found) == len(kernels) else ()
+
+
+def _whole_sm90(problem: Problem, needs_dq: bool = True) -> hopper.Backward | None:
+    """How the kernel for all gradients, or that for all but dq, takes a problem."""
+    return hopper.backward(problem, multiprocessors(problem.device), is_plain(problem), needs_dq)
 
 
 def _whole_backward_sm90(
@@ -503,11 +507,11 @@ def _whole_backward_sm90(
         return ()
     vector = "dq" in names and _is_vector(problem, layout, "dq", own_bits)
     terms = _sm90_terms(problem, is_plain(problem))
-    variant = tiles.sm90_backward_variant(problem.dtype, taken.tile, problem.deterministic, terms, "dq" in names)
-    sections = partial(hopper.dqkv_sections, problem, taken.tile, variant.deterministic and variant.needs_dq)
+    variant = tiles.sm90_backward_variant(problem.dtype, taken.tile, taken.in_order, terms, "dq" in names)
+    sections = partial(hopper.dqkv_sections, problem, taken)
     # As the kernel finds it by the strides of dk: positions with a sum in common are on axes that are not looped over.
-    looped = () if "dq" in names and hopper.key_shares(problem, taken.tile) else summed
-    main = _over_tiles(problem, variant, layout, looped, names, vector, sections, maps)
+    looped = () if taken.shares.by_position else summed
+    main = _over_tiles(problem, variant, layout, looped, names, vector, sections, maps, taken.shares.tiles)
     return main, *_sum_of_key_bias(problem, layout)
 
 
@@ -581,9 +585,11 @@ def _over_tiles(
     store_vector: bool,
     sections: Callable[[int, int, int], hopper.Sections],
     maps: tuple[hopper.Map, ...],
+    split_tiles: int = 0,
 ) -> Launch:
     """A kernel for some gradients whose CTAs claim tiles of rows of dq or else of keys, and which waits itself for the
-    one ahead of it. ``sections``: of so many batch positions, tiles of each and multiprocessors."""
+    one ahead of it. ``sections``: of so many batch positions, tiles of each and multiprocessors; ``split_tiles``: the
+    last ones, which are taken in parts."""
     tile = variant.tile
     blocks = -(-problem.m // tile.block_m) if variant.operation == tiles.DQ else -(-problem.n // tile.block_n)
     owned = math.prod(layout.extents[i] for i in range(memory.MAX_BATCH_AXES) if i not in summed)
@@ -591,25 +597,25 @@ def _over_tiles(
     launch = prepare(
         problem, variant, layout, loop=summed, need=sum(_NEED[name] for name in names), store_vector=store_vector,
         sections=sections(owned, blocks, sms), maps=maps, ctas=min(blocks * owned, sms),
+        splits=hopper.LAST_TILE_PARTS if split_tiles else 1, split_tiles=split_tiles,
     )  # fmt: skip
     return replace(launch, overlaps=True)
 
 
-def _backward_sm90_needs(
-    problem: Problem, layout: memory.Layout, whole: hopper.Backward | None, needs_dq: bool
-) -> Needs:
+def _backward_sm90_needs(problem: Problem, layout: memory.Layout, whole: hopper.Backward | None) -> Needs:
     """``whole``: how the kernel for all gradients, or for all but dq, takes the problem, where it does."""
-    sums = whole.sums if whole and needs_dq else None
-    terms = sums is not None and whole is not None and hopper.takes_row_terms(whole, is_plain(problem))
-    shares = hopper.key_shares(problem, whole.tile) if whole and sums else 0
-    scratch = hopper.backward_scratch(problem, sums, terms, shares)
-    begins = scratch._asdict()
-    asked = {"row_terms": terms, "dq_accum": sums is not None, "partials": _bias_axes(layout) != ()}
+    scratch = hopper.backward_scratch(problem, whole)
+    begins, has_sums = scratch._asdict(), whole is not None and whole.sums is not None
+    asked = {
+        "row_terms": whole is not None and whole.takes_terms,
+        "dq_accum": has_sums,
+        "partials": _bias_axes(layout) != (),
+    }
     names = ("row_lse", "delta", *(name for name, is_asked in asked.items() if is_asked))
     parts = tuple((POINTERS[name], begins[name]) for name in names)
     # Kernels of a call count one after the other.
     counters = {"claims": 0} | ({"careful": hopper.CAREFUL_AT} if whole else {})
-    counters |= {"dq_turn": hopper.CLAIMS_NBYTES} if sums else {}
+    counters |= {"dq_turn": hopper.CLAIMS_NBYTES} if has_sums else {}
     numbered = tuple((POINTERS[name], begin) for name, begin in counters.items())
     return Needs(scratch.nbytes, parts, (), scratch.counts_nbytes, scratch.counts, numbered)
 
@@ -700,6 +706,7 @@ def prepare(
     store_vector: bool = False,
     splits: int = 1,
     key_warps: int = 1,
+    split_tiles: int = 0,
     sections: hopper.Sections = hopper.SINGLY,
     maps: tuple[hopper.Map, ...] = (),
     output: hopper.Map | None = None,
@@ -718,6 +725,7 @@ def prepare(
     ints |= {"seqlen_q": problem.m, "seqlen_k": problem.n, "head_dim": problem.d, "value_dim": problem.e}
     ints |= {"band_lo": problem.band.lo, "band_hi": problem.band.hi}
     ints |= {"need": need, "store_vector": int(store_vector), "splits": splits, "key_warps": key_warps}
+    ints |= {"split_tiles": split_tiles}
     ints |= {"section": sections.each, "last_section": sections.last, "store_map": int(output is not None)}
     # What the kernel's scores are to be multiplied by.
     rest = 1.0 if variant.prescaled else problem.scale

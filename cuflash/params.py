@@ -25,7 +25,7 @@ STRIDES_PER_TENSOR = 5
 INTS = (
     "grid_extent0", "grid_extent1", "grid_extent2", "loop_extent0", "loop_extent1", "loop_extent2",
     "seqlen_q", "seqlen_k", "head_dim", "value_dim", "band_lo", "band_hi", "need", "store_vector",
-    "splits", "key_warps", "section", "last_section", "store_map",
+    "splits", "key_warps", "split_tiles", "section", "last_section", "store_map",
 )  # fmt: skip
 
 MAX_INT = 2**31 - 1

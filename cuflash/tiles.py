@@ -174,13 +174,13 @@ class Tile:
         if operation == FUSED:
             keys = panels(self.block_n, self.head_dim) + panels(self.block_n, self.value_dim)
             queries = panels(self.block_m, self.head_dim) + panels(self.block_m, self.value_dim)
-            # lse and delta, or both as columns of products (`hopper.takes_row_terms`); barriers
+            # lse and delta, or both as columns of products (`hopper.Backward.takes_terms`); barriers
             queries += (16 if self.block_m == 64 else 2 * 4) * self.block_m + 2 * 16
             ds, dq = panels(self.block_n, self.block_m), 4 * self.block_m * self.head_dim
             sent = max(dq, panels(self.block_n, self.head_dim), panels(self.block_n, self.value_dim))
             # of ds and of what is sent two each; barriers of K, V and what is sent, what that is, and the work that is
-            # shared out, and whether rows need care; dkey_bias; records of steps
-            nbytes = keys + self.stages * queries + 2 * (ds + sent) + 2 * 16 + 2 * 3 * 8 + 2 * 24 + 3 * 32 + 4
+            # shared out, also in parts, and whether rows need care; dkey_bias; records of steps
+            nbytes = keys + self.stages * queries + 2 * (ds + sent) + 2 * 16 + 2 * 3 * 8 + 2 * 24 + 3 * (32 + 12) + 4
             nbytes += 4 * self.block_n + 12 * self.stages
             return -(-nbytes // 1024) * 1024
         if operation == DQ:

@@ -6,8 +6,9 @@
 // They share ds for dQ = ds K, of which each forms one half. Threads of the producer's warpgroup pass that on
 // (dq_turns_sm90.cuh), and dk and dv after the last step, by way of the same buffers. CTAs stay and claim one block of
 // keys after another. A CTA sums dk and dv over the batch axes on which they were broadcast, in a fixed order: no
-// atomics. Or each has one batch position, and they sum dk and dv as they do dq. dkey_bias a CTA sums over query rows
-// alone: key_bias may be broadcast on other axes than k.
+// atomics. Or each has one batch position, and they sum dk and dv as they do dq; so also where each has some of the
+// query rows, as of the last blocks of keys. dkey_bias a CTA sums over query rows alone: key_bias may be broadcast on
+// other axes than k.
 #include "gemm_sm90.cuh"
 #include "terms_backward_sm90.cuh"
 #include "dq_clear_sm90.cuh"
@@ -96,17 +97,19 @@ struct Sending {
   DqPart part;       // of dq, or of half of a block of dk or dv
   int block, owned;  // rows and the position summed over, or, of dk and dv, keys and the owned position
 };
-// A block of dk or dv that several CTAs sum, each for one batch position, is summed as blocks of dq are. Such sums are
-// as large: a warpgroup's 64 keys, or, at 64 features, those of both.
+// A block of dk or dv that several CTAs sum, each for one batch position or for some query rows, is summed as blocks of
+// dq are. Such sums are as large: a warpgroup's 64 keys, or, at 64 features, those of both.
 constexpr int kKeyHalves = kSplitRows ? 1 : 2;
 static_assert(kTile.block_n * kTile.head_dim == kKeyHalves * kTile.block_m * kTile.head_dim);
 static_assert(kTile.value_dim == kTile.head_dim);
 struct KeyShare {
-  int number;  // of the keys' batch position
+  int number;  // of the block of keys among those that are shared
   DqRole role;
 
-  __device__ __forceinline__ KeyShare(const Params& params, int owned) : number(0), role{0, 1} {
-    const BatchIndex at = batch_index(params, owned, 0);
+  // Of query heads that read the same keys.
+  __device__ __forceinline__ void locate(const Params& params, const KeyWork& work) {
+    number = 0, role = {0, 1};
+    const BatchIndex at = batch_index(params, work.owned, 0);
     const int extents[3] = {params.grid_extent0, params.grid_extent1, params.grid_extent2};
 #pragma unroll
     for (int i = 0; i < 3; ++i) {
@@ -116,6 +119,7 @@ struct KeyShare {
         role = {role.rank * extents[i] + at.i[i], role.count * extents[i]};
       }
     }
+    number = number * ceil_div(params.seqlen_k, kTile.block_n) + work.block;
   }
 };
 struct SharedStorage {
@@ -131,6 +135,7 @@ struct SharedStorage {
   u64 send_ready[kSendBuffers], send_filled[kSendBuffers], send_free[kSendBuffers];
   Sending sending[kSendBuffers];  // there from when the buffer is ready until it is free
   KeyWork work[kWorks];           // there when K is
+  KeyShare shares[kWorks];        // likewise
   u32 is_careful;                 // likewise: whether some row of the call needs care
   KeySums dkey_bias;
 };
@@ -139,7 +144,8 @@ static_assert(sizeof(SharedStorage) == kSmemBytes, "the tile table counts the sa
 // One thread.
 __device__ __forceinline__ void produce(const TmaParams& tma, SharedStorage& smem) {
   const Params& params = tma.params;
-  const int tiles = tile_count(params);
+  // The last tiles are taken in parts, of some query rows each, or most CTAs would wait for few in the end.
+  const int whole = tile_count(params) - params.split_tiles, tiles = whole + params.split_tiles * params.splits;
   // Each CTA's last claim is in vain: so the count is back at 0 in the end, for the next launch.
   const auto claim = [&] {
     const u32 last = tiles + gridDim.x - 1, claimed = atomicInc(params.claims, last);
@@ -161,8 +167,17 @@ __device__ __forceinline__ void produce(const TmaParams& tma, SharedStorage& sme
       return;
     }
     const int n_blocks = ceil_div(params.seqlen_k, kTile.block_n);
-    work.locate(params, kNeedsDq && kDeterministic ? locate_section_rows(params, n_blocks, tile)
-                                                   : locate_in_section(params, n_blocks, tile));
+    const int split = tile < whole ? 0 : (tile - whole) / params.splits, number = tile < whole ? tile : whole + split;
+    work.locate(params, kNeedsDq && kDeterministic ? locate_section_rows(params, n_blocks, number)
+                                                   : locate_in_section(params, n_blocks, number));
+    KeyShare& share = smem.shares[state.slot];
+    if (tile < whole) {
+      share.locate(params, work);
+    } else {
+      const int part = tile - whole - split * params.splits;
+      work.take_part(part, params.splits);
+      share = {split, {part, params.splits}};
+    }
     if constexpr (kNeedsDq) work.first = first_row_block(params, work.rows, work.block, n_blocks);
     Step step(work);
     BatchIndex batch;
@@ -259,12 +274,11 @@ __device__ __forceinline__ void prepare_buffers(const Params& params, SharedStor
       if (step.next(work)) begin_batch();
       give_part(sending);
     }
-    KeyShare share(params, work.owned);
+    KeyShare share = smem.shares[tile.slot];
     int number = 0;
     if (kNeedsDq && share.role.count > 1) {
       const int positions = owned_count(params) * loop_count(params);
-      number = positions * ceil_div(params.seqlen_q, kTile.block_m) +
-               (share.number * ceil_div(params.seqlen_k, kTile.block_n) + work.block) * 2 * kKeyHalves;
+      number = positions * ceil_div(params.seqlen_q, kTile.block_m) + share.number * 2 * kKeyHalves;
       draw(share.role, number);  // once for all: who comes last of one comes last of each
     }
 #pragma unroll

@@ -87,6 +87,9 @@ PROBLEMS = (
     Problem(300, 420, 64, 64, options={"softcap": 5.0}),  # warps of a warpgroup take different series
     # All gradients on Hopper: more blocks of keys than one, sums of dq of several, rows and keys that see nothing.
     Problem(300, 400, 64, 64, heads=4, options={"grouped_heads": True}),
+    # Sums of dk and dv that CTAs with other query heads share; in others those with other query rows do.
+    Problem(300, 400, 64, 64, heads=4, options={"causal": True, "grouped_heads": True}),
+    Problem(300, 400, 128, 128, heads=4, key_bias=True, options={"causal": True, "grouped_heads": True}),
     Problem(200, 300, 128, 128, dtype="bfloat16", options={"causal": True, "align": "bottom-right"}),
     Problem(300, 200, 96, 72, options={"window": (40, 8), "align": -90}),
     Problem(200, 300, 128, 128, options={"scale": 65.0}),  # lse up to 3200: rows that need care
@@ -166,6 +169,8 @@ def main() -> None:
     # So that the kernel for all gradients also takes problems too small to gain from it.
     cuflash.calls.launcher().multiprocessors = lambda device: 1
     hopper.WORTH_PLANES = 0  # nor for those of the sm90 family
+    hopper.WORTH_SHARES = hopper.WORTH_PARTS = 0  # nor for sums that CTAs share
+    hopper.LAST_TILES = 2  # not all tiles of a problem
     for family in FAMILIES:
         if family == "sm90" and target() != "90a":
             continue

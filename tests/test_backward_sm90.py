@@ -8,6 +8,7 @@ the portable kernels.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -261,10 +262,25 @@ def test_the_same_bits_every_time(d: int, heads: int, kv_heads: int, options: di
 
 
 @pytest.fixture
-def shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CTAs share the query heads of a group, however few steps they have."""
-    monkeypatch.setattr(hopper, "WORTH_SHARES", 0)
-    launch._plan_backward_sm90.cache_clear()
+def shares(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[hopper.KeyShares]]:
+    """CTAs share the query heads of a group, and the last blocks of keys, however few steps they have: what of both in
+    the problems of a test."""
+    found: list[hopper.KeyShares] = []
+    decide = hopper._key_shares
+
+    def recorded(*described: Any) -> hopper.KeyShares:
+        found.append(decide(*described))
+        return found[-1]
+
+    monkeypatch.setattr(hopper, "_key_shares", recorded)
+    for name in ("WORTH_SHARES", "WORTH_PARTS"):
+        monkeypatch.setattr(hopper, name, 0)
+    cached = (hopper.backward, launch._plan_backward_sm90)
+    for function in cached:
+        function.cache_clear()
+    yield found
+    for function in cached:
+        function.cache_clear()
 
 
 @both_modes
@@ -280,7 +296,7 @@ def test_ctas_share_sums_of_dk_and_dv(
     options: dict[str, Any],
     d: int,
     deterministic: bool,
-    shared: None,
+    shares: list[hopper.KeyShares],
 ) -> None:
     options = options | ({"grouped_heads": True} if grouped else {})
     for terms in ({}, {"key_bias": (300,)}) if d != 96 else ({},):
@@ -289,16 +305,39 @@ def test_ctas_share_sums_of_dk_and_dv(
         )
         with hopper_kernels("name") as launched:
             check_backward(BACKEND, case, "sm90", None, True, True, deterministic=deterministic)
-        assert taken(launched) == {WHOLE}
+        assert taken(launched) == {WHOLE} and all(each.by_position for each in shares)
         check_counters()
 
 
+@both_modes
 @pytest.mark.parametrize("d", [64, 96, 128])
-def test_shared_sums_have_the_same_bits_every_time(d: int, shared: None) -> None:
+@pytest.mark.parametrize("options", [*BANDS, {"softcap": 5.0}], ids=str)
+def test_the_last_blocks_of_keys_are_taken_in_parts(
+    options: dict[str, Any], d: int, deterministic: bool, shares: list[hopper.KeyShares]
+) -> None:
+    """As many blocks for each CTA; with 100 rows, some parts have none."""
+    heads = launch.multiprocessors(0)
+    for rows in (333, 100):
+        shapes = ((heads, rows, d), (heads, 200, d), (heads, 200, d))
+        case = Case("bfloat16", *shapes, None, options, {}, "normal", 24)
+        with hopper_kernels("name") as launched:
+            check_backward(BACKEND, case, "sm90", None, True, True, deterministic=deterministic)
+        assert taken(launched) == {WHOLE}
+        check_counters()
+    ends_late = deterministic or options in ({}, {"softcap": 5.0})
+    assert {each.tiles for each in shares} == {hopper.LAST_TILES if ends_late else 0}
+
+
+@pytest.mark.parametrize("d", [64, 96, 128])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(48, 12), (40, 40)])
+def test_shared_sums_have_the_same_bits_every_time(
+    d: int, heads: int, kv_heads: int, shares: list[hopper.KeyShares]
+) -> None:
     """With more blocks of keys than CTAs."""
     rng = np.random.default_rng(22)
-    arrays = [normal(rng, (count, 900, d), "bfloat16") for count in (48, 12, 12, 48)]
-    check_same_bits(arrays, {"causal": True, "grouped_heads": True}, {WHOLE}, [{}] * 200)
+    arrays = [normal(rng, (count, 900, d), "bfloat16") for count in (heads, kv_heads, kv_heads, heads)]
+    check_same_bits(arrays, {"causal": True, "grouped_heads": heads != kv_heads}, {WHOLE}, [{}] * 200)
+    assert all(each.sums for each in shares)
 
 
 @both_modes

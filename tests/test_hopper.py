@@ -182,7 +182,7 @@ def test_blocks_of_query_rows_have_as_many_bytes_of_counters_as_the_kernel_says(
 @pytest.mark.parametrize("d", sorted(tiles.SM90_BACKWARD))
 def test_scratch_of_gradients_holds_row_vectors_sums_and_counters(d: int) -> None:
     described = of_shape(1000, 300, d, np.float16, heads=3)
-    taken = hopper.backward(described)
+    taken = hopper.backward(described, SMS)
     assert taken is not None and taken.tile is tiles.SM90_BACKWARD[d]
     variants = [
         tiles.sm90_backward_variant("float16", taken.tile, True, terms, needs_dq)
@@ -194,21 +194,23 @@ def test_scratch_of_gradients_holds_row_vectors_sums_and_counters(d: int) -> Non
     rows, blocks = 3 * memory.padded_rows(1000), -(-1000 // taken.tile.block_m)
     sums = 4 * 3 * blocks * taken.tile.block_m * d
     counts = hopper.CLAIMS_NBYTES + hopper.TURN_NBYTES * 3 * blocks
-    assert hopper.takes_row_terms(taken, True) == (d > 64) and not hopper.takes_row_terms(taken, False)
-    for terms in (True, False):
-        sums_at = (8 + 16 * terms) * rows
+    for plain in (True, False):
+        taken = hopper.backward(described, SMS, plain)
+        assert taken is not None and taken.takes_terms == (plain and d > 64)
+        sums_at = (8 + 16 * taken.takes_terms) * rows
         expected = (0, 4 * rows, 8 * rows, sums_at, sums_at, sums_at + sums, sums_at + sums + counts + 16, counts)
-        assert hopper.backward_scratch(described, taken.sums, terms) == expected
+        assert hopper.backward_scratch(described, taken) == expected
     end = 8 * rows + hopper.CLAIMS_NBYTES
     without_dq = (0, 4 * rows, *(8 * rows,) * 4, end + 16, hopper.CLAIMS_NBYTES)
-    assert hopper.backward_scratch(described, None) == without_dq
-    shared = hopper.backward_scratch(described, taken.sums, False, 12)
+    for whole in (None, hopper.backward(described, SMS, needs_dq=False)):
+        assert hopper.backward_scratch(described, whole) == without_dq
+    shared = hopper.backward_scratch(described, taken._replace(shares=hopper.KeyShares(True, 0, 12)))
     assert shared.counts - shared.dq_accum == sums + 12 * 4 * taken.tile.block_m * d
     assert shared.counts_nbytes == counts + 12 * hopper.TURN_NBYTES
     biased = of_shape(1000, 300, d, np.float16, heads=3, key_bias=np.zeros(300, np.float32))
     more = 4 * 3 * 300
     expected = (*expected[:4], *(x + more for x in expected[4:7]), counts)
-    assert hopper.backward_scratch(biased, taken.sums) == expected
+    assert hopper.backward_scratch(biased, taken) == expected
 
 
 @pytest.mark.parametrize(
@@ -241,7 +243,7 @@ def test_kernels_for_some_of_the_gradients_have_row_vectors_and_a_count(d: int, 
         assert 0 < variant.smem_bytes <= tiles.SMEM_LIMIT["90a"] and variant.maps == 4
     rows, counts = 3 * memory.padded_rows(1000), hopper.CLAIMS_NBYTES
     nbytes = 8 * rows + counts + 16
-    assert hopper.backward_scratch(described, None) == (0, 4 * rows, *(8 * rows,) * 4, nbytes, counts)
+    assert hopper.backward_scratch(described) == (0, 4 * rows, *(8 * rows,) * 4, nbytes, counts)
 
 
 def test_few_features_have_no_kernel_for_dk_and_dv_alone() -> None:
@@ -261,7 +263,7 @@ def test_blocks_of_keys_are_taken_in_sections_whose_q_and_do_the_l2_holds() -> N
 
 
 @pytest.mark.parametrize(
-    ("causal", "ordered", "owned", "wanted"),
+    ("causal", "in_order", "owned", "wanted"),
     [
         (False, True, 8, (3, 3)),  # their sums of dq wait for one another
         (False, False, 8, (1, 1)),
@@ -270,13 +272,13 @@ def test_blocks_of_keys_are_taken_in_sections_whose_q_and_do_the_l2_holds() -> N
     ],
 )
 def test_query_heads_of_a_group_are_taken_together(
-    causal: bool, ordered: bool, owned: int, wanted: tuple[int, int]
+    causal: bool, in_order: bool, owned: int, wanted: tuple[int, int]
 ) -> None:
     q, k = np.zeros((2, 16, 2048, 128), np.float16), np.zeros((2, 4, 2048, 128), np.float16)
-    described = describe(q, k, k, causal=causal, grouped_heads=True)
-    taken = hopper.backward(described)
-    assert taken is not None
-    assert hopper.dqkv_sections(described, taken.tile, ordered, owned, 16, SMS) == wanted
+    described = describe(q, k, k, causal=causal, grouped_heads=True, deterministic=in_order)
+    taken = hopper.backward(described, SMS)
+    assert taken is not None and taken.in_order == in_order
+    assert hopper.dqkv_sections(described, taken, owned, 16, SMS) == wanted
 
 
 @pytest.mark.parametrize(("held", "group", "wanted"), [(3, 8, 2), (0, 8, 1), (12, 4, 12), (14, 4, 12), (5, 7, 1)])
@@ -286,20 +288,20 @@ def test_a_section_has_whole_groups_or_a_part_of_one(held: int, group: int, want
 
 @pytest.mark.parametrize(("m", "each"), [(512, 3), (2048, 1)])
 def test_of_even_tiles_a_head_is_taken_after_the_other_where_blocks_of_keys_are_many(m: int, each: int) -> None:
-    described = of_shape(m, m, 128, np.float16, heads=3)
-    taken = hopper.backward(described)
+    described = of_shape(m, m, 128, np.float16, heads=3, deterministic=False)
+    taken = hopper.backward(described, SMS)
     assert taken is not None
-    assert hopper.dqkv_sections(described, taken.tile, False, 3, m // taken.tile.block_n, SMS) == (each, each)
+    assert hopper.dqkv_sections(described, taken, 3, m // taken.tile.block_n, SMS) == (each, each)
 
 
 def test_gradients_of_other_features_and_dtypes_are_for_other_kernels() -> None:
-    assert hopper.backward(of_shape(100, 90, 129, np.float16)) is None
-    assert hopper.backward(of_shape(100, 90, 64, np.float32)) is None
-    assert hopper.backward(of_shape(100, 90, 60, np.float16)) is None  # rows that do not begin at whole 16 bytes
+    assert hopper.backward(of_shape(100, 90, 129, np.float16), SMS) is None
+    assert hopper.backward(of_shape(100, 90, 64, np.float32), SMS) is None
+    assert hopper.backward(of_shape(100, 90, 60, np.float16), SMS) is None  # rows that do not begin at whole 16 bytes
     for d, tile in ((8, 64), (64, 64), (72, 96), (104, 128), (128, 128)):
-        taken = hopper.backward(of_shape(100, 90, d, np.float16))
+        taken = hopper.backward(of_shape(100, 90, d, np.float16), SMS)
         assert taken is not None and taken.tile.head_dim == tile
-        without_dq = hopper.backward(of_shape(100, 90, d, np.float16), needs_dq=False)
+        without_dq = hopper.backward(of_shape(100, 90, d, np.float16), SMS, needs_dq=False)
         assert without_dq is not None and without_dq.tile.head_dim == (64 if tile == 64 else 128)
 
 
@@ -351,11 +353,38 @@ def test_sums_of_dk_and_dv_are_shared_where_blocks_of_keys_are_uneven(
     q: tuple[int, ...], k: tuple[int, ...], options: dict[str, Any], blocks: int, d: int
 ) -> None:
     heads, keys = (np.zeros((*batch, 8192, d), np.float16) for batch in (q, k))
-    described = describe(heads, keys, keys, grouped_heads=q != k, **options)
-    taken = hopper.backward(described)
+    described = describe(heads, keys, keys, grouped_heads=q != k, deterministic=False, **options)
+    taken = hopper.backward(described, SMS)
     assert taken is not None
     halves = 1 if d == 64 else 2
-    assert hopper.key_shares(described, taken.tile) == 2 * halves * blocks
+    assert taken.shares.sums == 2 * halves * blocks and taken.shares.by_position == (blocks > 0)
+
+
+@pytest.mark.parametrize(
+    ("heads", "m", "n", "options", "is_split"),
+    [
+        (66, 4096, 1024, {}, True),
+        (66, 4096, 1024, {"deterministic": False}, True),  # a whole number of tiles for each CTA
+        (70, 4096, 1024, {"deterministic": False}, True),  # and few more
+        (74, 4096, 1024, {"deterministic": False}, False),  # many more: whole ones do well
+        (74, 4096, 1024, {}, True),
+        (16, 4096, 1024, {}, False),  # as many CTAs as tiles
+        (66, 1024, 1024, {}, False),  # few steps
+        (66, 8192, 8192, {"causal": True}, True),  # the longest tiles come last
+        (66, 8192, 8192, {"causal": True, "deterministic": False}, False),  # or first
+        (66, 8192, 8192, {"causal": True, "deterministic": False, "softcap": 5.0}, True),
+        (66, 4096, 1024, {"key_bias": np.zeros(1024, np.float32)}, False),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("d", [64, 128])
+def test_the_last_blocks_of_keys_are_taken_in_parts_where_they_would_end_late(
+    heads: int, m: int, n: int, options: dict[str, Any], is_split: bool, d: int
+) -> None:
+    described = of_shape(m, n, d, np.float16, heads, **options)
+    taken = hopper.backward(described, SMS, launch.is_plain(described))
+    assert taken is not None
+    assert taken.shares == (hopper.KeyShares(False, 16, 32 if d == 64 else 64) if is_split else hopper.NO_SHARES)
 
 
 def test_tiles_of_dq_alone_are_taken_in_sections_where_their_lengths_differ() -> None:
@@ -367,10 +396,10 @@ def test_tiles_of_dq_alone_are_taken_in_sections_where_their_lengths_differ() ->
 def test_caps_at_the_ends_of_float32_are_for_other_kernels() -> None:
     for cap, scale in ((30.0, None), (1e-19, 0.0), (1e19, 3e38), (1e-19, -1.0)):
         described = of_shape(4096, 4096, 64, np.float16, softcap=cap, scale=scale)
-        assert hopper.forward(described, SMS, False) and hopper.backward(described), (cap, scale)
+        assert hopper.forward(described, SMS, False) and hopper.backward(described, SMS), (cap, scale)
     for cap, scale in ((1e-21, None), (1e21, None), (1e-19, 30.0), (1e-3, -3e17)):
         described = of_shape(4096, 4096, 64, np.float16, softcap=cap, scale=scale)
-        assert hopper.forward(described, SMS, False) is None and hopper.backward(described) is None, (cap, scale)
+        assert hopper.forward(described, SMS, False) is None and hopper.backward(described, SMS) is None, (cap, scale)
         assert hopper.split_backward(of_shape(4096, 4096, 192, np.float16, softcap=cap, scale=scale), False) is None
 
 

@@ -511,7 +511,7 @@ def test_blocks_of_keys_come_as_the_kernel_needs_them(
     device.become("sm90", "90a")
     asked: list[bool] = []
     sections = hopper.dqkv_sections
-    monkeypatch.setattr(hopper, "dqkv_sections", lambda *x: (asked.append(x[2]), sections(*x))[1])
+    monkeypatch.setattr(hopper, "dqkv_sections", lambda *x: (asked.append(x[1].in_order), sections(*x))[1])
     q, k, v, do, o = (half(3, 300, 64) for _ in range(5))
     cuflash.attention_backward(do, q, k, v, o, on_gpu(np.zeros((3, 300), np.float32)), **options)
     assert asked == [ordered]

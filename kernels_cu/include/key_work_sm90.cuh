@@ -19,6 +19,13 @@ struct KeyWork {
     first = rows.begin;
     steps = (rows.end - rows.begin) * loop_count(params);
   }
+  // Of so many parts: query blocks of one batch position.
+  __device__ __forceinline__ void take_part(int part, int parts) {
+    const SplitBlocks own(rows.begin, rows.end - rows.begin, part, parts);
+    first = rows.begin = own.begin;
+    rows.end = own.end;
+    steps = own.end - own.begin;
+  }
 };
 
 // Where a role is in its work: query blocks from the first one on, all round, batch position after batch position.

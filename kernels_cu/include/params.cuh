@@ -56,6 +56,7 @@ struct Params {
   int need;                 // bits of Need
   int store_vector;         // outputs of this launch take 16-byte stores
   int splits, key_warps;    // into how many parts the grid takes the keys, and the warps of a CTA each of those
+  int split_tiles;          // the last of all tiles, which alone are taken in parts, where only some are
   int section;              // batch positions whose tiles are taken together: the L2 holds what they share
   int last_section;         // of the last of them, at least
   int store_map;            // whether o has a tensor map
