@@ -43,12 +43,14 @@ def summarize(samples: Sequence[float]) -> Timing:
 def interleave(
     names: Sequence[str], batch: Batch, target_ms: float = TARGET_MS, rounds: int = ROUNDS
 ) -> dict[str, Timing]:
-    """Times each name in ``rounds`` turns, the order rotated each time; slow ones sit out the later rounds."""
+    """Times each name in ``rounds`` turns, in another order each time: after a peer that needs much power a card runs
+    slower, which is not always to be the same one's loss. Slow ones sit out the later rounds."""
+    orders = np.random.default_rng(0)
     estimate = {name: float(np.median(batch(name, MIN_CALLS))) for name in names}
     samples: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(rounds):
-        first = turn % len(names) if names else 0
-        for name in (*names[first:], *names[:first]):
+    for _ in range(rounds):
+        for number in orders.permutation(len(names)):
+            name = names[number]
             made = len(samples[name])
             if made >= MIN_CALLS and made * estimate[name] >= target_ms:
                 continue

@@ -145,7 +145,9 @@ static_assert(sizeof(SharedStorage) == kSmemBytes, "the tile table counts the sa
 __device__ __forceinline__ void produce(const TmaParams& tma, SharedStorage& smem) {
   const Params& params = tma.params;
   // The last tiles are taken in parts, of some query rows each, or most CTAs would wait for few in the end.
-  const int whole = tile_count(params) - params.split_tiles, tiles = whole + params.split_tiles * params.splits;
+  // How many are whole is worked out each time: there is no register to keep it in.
+  const auto whole_tiles = [&] { return tile_count(params) - params.split_tiles; };
+  const int tiles = whole_tiles() + params.split_tiles * params.splits;
   // Each CTA's last claim is in vain: so the count is back at 0 in the end, for the next launch.
   const auto claim = [&] {
     const u32 last = tiles + gridDim.x - 1, claimed = atomicInc(params.claims, last);
@@ -167,16 +169,20 @@ __device__ __forceinline__ void produce(const TmaParams& tma, SharedStorage& sme
       return;
     }
     const int n_blocks = ceil_div(params.seqlen_k, kTile.block_n);
-    const int split = tile < whole ? 0 : (tile - whole) / params.splits, number = tile < whole ? tile : whole + split;
-    work.locate(params, kNeedsDq && kDeterministic ? locate_section_rows(params, n_blocks, number)
-                                                   : locate_in_section(params, n_blocks, number));
+    const int whole = whole_tiles();
     KeyShare& share = smem.shares[state.slot];
+    const auto locate = [&](int number) {
+      work.locate(params, kNeedsDq && kDeterministic ? locate_section_rows(params, n_blocks, number)
+                                                     : locate_in_section(params, n_blocks, number));
+    };
     if (tile < whole) {
+      locate(tile);
       share.locate(params, work);
     } else {
-      const int part = tile - whole - split * params.splits;
-      work.take_part(part, params.splits);
-      share = {split, {part, params.splits}};
+      const int split = (tile - whole) / params.splits;
+      share = {split, {tile - whole - split * params.splits, params.splits}};
+      locate(whole + split);
+      work.take_part(share.role.rank, share.role.count);
     }
     if constexpr (kNeedsDq) work.first = first_row_block(params, work.rows, work.block, n_blocks);
     Step step(work);
