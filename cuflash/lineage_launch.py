@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from cuflash import compile, launch, lineage_tiles, memory, params, tiles
+from cuflash import compile, devices, launch, lineage_tiles, memory, params, tiles
+from cuflash.planning import Bits, is_plain, prepare
 from cuflash.problem import Problem
 
 SHORT_ROW = 1024
@@ -123,18 +124,18 @@ def flash1_attention(problem: Problem, q: Any, k: Any, v: Any, o: Any, maximum: 
     named = {"q": q, "k": k, "v": v, "o": o}
     layout = memory.layout_of(problem, {name: x.strides for name, x in named.items()})
     bits = [x.data.ptr & 15 for x in named.values()]
-    launch.Bits(bits[0] | bits[1] | bits[2], bits[3], 0).check(problem.dtype)
+    Bits(bits[0] | bits[1] | bits[2], bits[3], 0).check(problem.dtype)
     load = memory.load_kind(problem.dtype, layout, ("q", "k", "v"), bits[0] | bits[1] | bits[2])
     vector = memory.load_kind(problem.dtype, layout, ("o",), bits[3]) == "16"
-    plain = launch.is_plain(problem)
+    plain = is_plain(problem)
     variant = lineage_tiles.flash1(lineage_tiles.FLASH1_FORWARD, problem.dtype, head_dim, load, plain, target, family)
     tile, heads = variant.tile, math.prod(layout.extents)
     blocks = -(-problem.m // tile.block_m)
     # A CTA a head, as in the paper; where these do not fill the device, its rows are divided.
-    parts = tiles.splits(heads, blocks, launch.multiprocessors(problem.device))
+    parts = tiles.splits(heads, blocks, devices.multiprocessors(problem.device))
     state = cupy.empty(heads * blocks * tile.block_m * head_dim, problem.lse.dtype)
     strides = layout.strides | {"dq_accum": _in_order(layout.extents, blocks * tile.block_m * head_dim, head_dim)}
-    plan = launch.prepare(problem, variant, layout._replace(strides=strides), parts, splits=parts, store_vector=vector)
+    plan = prepare(problem, variant, layout._replace(strides=strides), parts, splits=parts, store_vector=vector)
     addresses = {name: x.data.ptr for name, x in named.items()}
     addresses |= {"row_lse": maximum.data.ptr, "delta": total.data.ptr, "dq_accum": state.data.ptr}
     launch.enqueue((plan,), [addresses.get(name, 0) for name in params.TENSORS])
@@ -155,11 +156,11 @@ def flash1_attention_backward(
     layout = memory.layout_of(problem, {name: x.strides for name, x in named.items()})
     bits = {name: x.data.ptr & 15 for name, x in named.items()}
     operands, rows = bits["q"] | bits["k"] | bits["v"] | bits["dout"], bits["o"] | bits["dout"]
-    launch.Bits(operands, rows, 0).check(problem.dtype)
+    Bits(operands, rows, 0).check(problem.dtype)
     load = memory.load_kind(problem.dtype, layout, ("q", "k", "v", "dout"), operands)
     row_load = memory.load_kind(problem.dtype, layout, ("o", "dout"), rows)
     vector = memory.load_kind(problem.dtype, layout, ("dk", "dv"), bits["dk"] | bits["dv"]) == "16"
-    variant = lineage_tiles.flash1(operation, problem.dtype, head_dim, load, launch.is_plain(problem), target, family)
+    variant = lineage_tiles.flash1(operation, problem.dtype, head_dim, load, is_plain(problem), target, family)
     heads, padded = math.prod(layout.extents), memory.padded_rows(problem.m)
     row_lse, delta = (cupy.empty(heads * padded, problem.lse.dtype) for _ in range(2))
     sums = cupy.empty(heads * padded * head_dim, problem.lse.dtype)
@@ -169,8 +170,8 @@ def flash1_attention_backward(
         "attention_delta", problem.dtype, "16" if row_load == "16" else "strided", target, family
     )
     plan = (
-        launch.prepare(problem, of_rows, layout, padded // (of_rows.tile.threads // 8)),
-        launch.prepare(problem, variant, layout, store_vector=vector),
+        prepare(problem, of_rows, layout, padded // (of_rows.tile.threads // 8)),
+        prepare(problem, variant, layout, store_vector=vector),
     )
     addresses = {name: x.data.ptr for name, x in named.items()}
     addresses |= {"row_lse": row_lse.data.ptr, "delta": delta.data.ptr, "dq_accum": sums.data.ptr}
@@ -255,7 +256,7 @@ def _row_softmax(operation: str, x: Any, y: Any, band: tuple[int, int]) -> None:
 
 def kernels_of(device: int, dtype: str, operation: str) -> tuple[str, str]:
     """Target and portable family of a device; NotImplementedError where it has no kernels of the dtype."""
-    target, family = launch.device_target(device), launch.device_families(device).portable
+    target, family = devices.target(device), devices.families(device).portable
     launch.check_dtype(operation, dtype, target, family)
     return target, family
 

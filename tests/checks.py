@@ -19,7 +19,7 @@ from backends import GPU, HOST, Backend, Layout, Placed, acc_dtype, dtype_of, pl
 from gpu_cases import Case
 
 import cuflash
-from cuflash import compile, tiles
+from cuflash import compile, devices, plan_sm90, tiles
 
 unit_roundoff = reference.unit_roundoff
 both = pytest.mark.parametrize("backend", [HOST, pytest.param(GPU, marks=pytest.mark.gpu)], ids=["host", "gpu"])
@@ -104,8 +104,8 @@ def fused() -> Iterator[list[str]]:
             run(plan, *more)
 
         patch.setattr(launch, "enqueue", recorded)
-        patch.setattr(launch, "multiprocessors", lambda device: 1)
-        plans = launch._plan_backward, launch._plan_backward_sm90
+        patch.setattr(devices, "multiprocessors", lambda device: 1)
+        plans = launch._plan_backward, plan_sm90.backward
         for planned in plans:
             planned.cache_clear()
         yield launched

@@ -20,6 +20,9 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "tests" / "records"
 HOST_SOURCES = (
     "launch",
+    "planning",
+    "plan_sm90",
+    "devices",
     "needs",
     "overlap",
     "hopper",

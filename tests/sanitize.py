@@ -29,7 +29,7 @@ from backends import GPU, acc_dtype, bits_dtype, normal
 from gpu_cases import most_features, target
 
 import cuflash
-from cuflash import hopper
+from cuflash import devices, hopper
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def main() -> None:
     """Run all problems on both families."""
     GPU.xp.cuda.set_allocator(None)
     # So that the kernel for all gradients also takes problems too small to gain from it.
-    cuflash.calls.launcher().multiprocessors = lambda device: 1
+    devices.multiprocessors = lambda device: 1
     hopper.WORTH_PLANES = 0  # nor for those of the sm90 family
     hopper.WORTH_SHARES = hopper.WORTH_PARTS = 0  # nor for sums that CTAs share
     hopper.LAST_TILES = 2  # not all tiles of a problem

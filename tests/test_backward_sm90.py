@@ -50,7 +50,7 @@ from on_gpu import BACKEND, examples, hopper_kernels, plain
 from on_gpu import needs as gradients_needed
 
 import cuflash
-from cuflash import hopper, launch
+from cuflash import devices, hopper, plan_sm90
 
 pytestmark = pytest.mark.gpu
 both_modes = pytest.mark.parametrize("deterministic", [True, False], ids=["in order", "unordered"])
@@ -219,7 +219,7 @@ def test_heads_in_several_sections(
     """Each block of keys is somebody's: one head of keys a section, two in the last one."""
     m, n, d = 531, 403, 64
     monkeypatch.setattr(hopper, "BACKWARD_SECTION_BYTES", m * (2 * 2 * d + 4 * d) * math.prod(heads[1:]))
-    launch._plan_backward_sm90.cache_clear()
+    plan_sm90.backward.cache_clear()
     options = {"causal": causal, "align": 0} if causal else {}
     shared = (*heads[:1], *(1,) * len(heads[1:]))
     case = Case("float16", (*heads, m, d), (*shared, n, d), (*shared, n, d), None, options, {}, "normal", 17)
@@ -275,7 +275,7 @@ def shares(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[hopper.KeyShares]]:
     monkeypatch.setattr(hopper, "_key_shares", recorded)
     for name in ("WORTH_SHARES", "WORTH_PARTS"):
         monkeypatch.setattr(hopper, name, 0)
-    cached = (hopper.backward, launch._plan_backward_sm90)
+    cached = (hopper.backward, plan_sm90.backward)
     for function in cached:
         function.cache_clear()
     yield found
@@ -316,7 +316,7 @@ def test_the_last_blocks_of_keys_are_taken_in_parts(
     options: dict[str, Any], d: int, deterministic: bool, shares: list[hopper.KeyShares]
 ) -> None:
     """As many blocks for each CTA; with 100 rows, some parts have none."""
-    heads = launch.multiprocessors(0)
+    heads = devices.multiprocessors(0)
     for rows in (333, 100):
         shapes = ((heads, rows, d), (heads, 200, d), (heads, 200, d))
         case = Case("bfloat16", *shapes, None, options, {}, "normal", 24)

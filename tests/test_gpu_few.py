@@ -31,7 +31,7 @@ from on_gpu import (
 )
 
 import cuflash
-from cuflash import tiles
+from cuflash import devices, tiles
 
 pytestmark = pytest.mark.gpu
 
@@ -183,7 +183,7 @@ def multiprocessors(count: int) -> Iterator[None]:
     """Make the launcher share out the work as for a device of so many."""
     launch = cuflash.calls.launcher()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "multiprocessors", lambda device: count)
+        patch.setattr(devices, "multiprocessors", lambda device: count)
         launch._plan_forward.cache_clear()
         try:
             yield

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from test_problem import describe
 
-from cuflash import hopper, launch, memory, params, problem, tiles, tma
+from cuflash import hopper, memory, params, plan_sm90, planning, problem, tiles, tma
 
 SMS = 132
 
@@ -382,7 +382,7 @@ def test_the_last_blocks_of_keys_are_taken_in_parts_where_they_would_end_late(
     heads: int, m: int, n: int, options: dict[str, Any], is_split: bool, d: int
 ) -> None:
     described = of_shape(m, n, d, np.float16, heads, **options)
-    taken = hopper.backward(described, SMS, launch.is_plain(described))
+    taken = hopper.backward(described, SMS, planning.is_plain(described))
     assert taken is not None
     assert taken.shares == (hopper.KeyShares(False, 16, 32 if d == 64 else 64) if is_split else hopper.NO_SHARES)
 
@@ -413,7 +413,7 @@ def test_a_problem_has_the_terms_that_it_asks_for() -> None:
         ({"softcap": 30.0, **bias}, ("Softcap", "KeyBias")),
     ):
         described = of_shape(100, 100, 64, np.float16, **options)
-        assert launch._sm90_terms(described, launch.is_plain(described)) == terms
+        assert plan_sm90._terms(described, planning.is_plain(described)) == terms
         assert terms in tiles.SM90_TERMS
 
 

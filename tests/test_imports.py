@@ -28,12 +28,38 @@ ALLOWED = {
     "few": {"compile", "memory", "problem", "tiles"},
     "overlap": set(),
     "needs": {"memory", "params", "tma"},
-    "launch": {"arrays", "compile", "few", "hopper", "memory", "needs", "overlap", "params", "problem", "tiles", "tma"},
+    "devices": {"compile", "tiles"},
+    "planning": {"compile", "hopper", "memory", "needs", "params", "problem", "tiles"},
+    "plan_sm90": {"compile", "devices", "hopper", "memory", "needs", "planning", "problem", "tiles", "tma"},
+    "launch": {
+        "compile",
+        "devices",
+        "few",
+        "hopper",
+        "memory",
+        "needs",
+        "overlap",
+        "params",
+        "plan_sm90",
+        "planning",
+        "problem",
+        "tiles",
+    },
     "calls": {"arrays", "host", "launch", "problem"},
     "api": {"arrays", "calls", "problem"},
     "lineage_tiles": {"compile", "tiles"},
     "lineage_host": {"host", "problem"},
-    "lineage_launch": {"compile", "launch", "lineage_tiles", "memory", "params", "problem", "tiles"},
+    "lineage_launch": {
+        "compile",
+        "devices",
+        "launch",
+        "lineage_tiles",
+        "memory",
+        "params",
+        "planning",
+        "problem",
+        "tiles",
+    },
     "lineage": {"api", "arrays", "calls", "lineage_host", "lineage_launch", "lineage_tiles", "problem"},
     "traffic": {"lineage_tiles", "problem", "tiles"},
     "ceilings": set(),
@@ -49,7 +75,7 @@ ALLOWED = {
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py"))
 
 # Who may import CuPy and the CUDA packages, and even these only inside a function.
-USES_CUDA = {"arrays", "compile", "launch", "lineage_launch", "needs", "overlap", "tma"}
+USES_CUDA = {"arrays", "compile", "devices", "launch", "lineage_launch", "needs", "overlap", "tma"}
 CUDA_PACKAGES = {"cupy", "cuda", "cupyx"}
 
 

@@ -23,7 +23,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash import arrays, calls, compile, hopper, launch, needs, overlap, params, problem, tiles, tma
+from cuflash import (
+    arrays,
+    calls,
+    compile,
+    devices,
+    hopper,
+    launch,
+    needs,
+    overlap,
+    params,
+    plan_sm90,
+    planning,
+    problem,
+    tiles,
+    tma,
+)
 
 TARGETS = [("sm75", "75"), ("sm75", "90a")] + [("sm80", target) for target in compile.TARGETS[1:]]
 PORTABLE = {"sm75": "sm75", "sm80": "sm80", "sm90": "sm80"}
@@ -61,11 +76,11 @@ class Pretended:
     def become(self, family: str, target: str) -> None:
         """Be another device; what the launcher has cached of the last one goes, unless only the family changes."""
         if target != self.target:
-            for function in (*vars(launch).values(), hopper.forward):
+            for function in (*(f for x in (devices, launch, plan_sm90) for f in vars(x).values()), hopper.forward):
                 if hasattr(function, "cache_clear"):
                     function.cache_clear()
         self.target = target
-        self.patch.setattr(launch, "device_target", lambda device: target)
+        self.patch.setattr(devices, "target", lambda device: target)
         self.patch.setattr(gpu_cases, "target", lambda: target)
         self.patch.setenv("CUFLASH_FAMILY", family)
 
@@ -526,7 +541,7 @@ def test_no_other_call_comes_between_the_kernels_of_one(device: Pretended, monke
     device.become("sm90", "90a")
     order: list[int] = []
 
-    def enqueue(kernel: launch.Launch, taken: tuple[Any]) -> None:
+    def enqueue(kernel: planning.Launch, taken: tuple[Any]) -> None:
         order.append(threading.get_ident())
         time.sleep(0.01)
 
@@ -546,7 +561,7 @@ def test_counters_are_not_used_again_where_a_launch_failed(device: Pretended, mo
     assert needs._zeros
     enqueue = launch._enqueue_kernel
 
-    def refuse(kernel: launch.Launch, taken: tuple[Any]) -> None:
+    def refuse(kernel: planning.Launch, taken: tuple[Any]) -> None:
         if kernel.variant.operation == tiles.FUSED:
             raise RuntimeError("the driver refuses a launch")
         enqueue(kernel, taken)
@@ -749,15 +764,15 @@ def test_the_kernel_for_dk_and_dv_sums_dkey_bias_on_hopper(device: Pretended, ne
     device.become("sm90", "90a")
     device.launched.clear()
     needed: list[int] = []
-    prepare = launch.prepare
+    prepare = plan_sm90.prepare
 
     def recorded(*of: Any, **more: Any) -> Any:
         needed.append(more.get("need", 0))
         return prepare(*of, **more)
 
-    launch._plan_backward_sm90.cache_clear()
+    plan_sm90.backward.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "prepare", recorded)
+        patch.setattr(plan_sm90, "prepare", recorded)
         gradients_of(*OF_MANY, need=need, key_bias=float32(*bias))
     names = [x.operation for x in device.launched]
     asked = need is None or "key_bias" in need

@@ -14,7 +14,7 @@ import pytest
 from numpy.lib.stride_tricks import as_strided
 from scipy.special import softmax  # type: ignore[import-untyped]
 
-from cuflash import compile, launch, lineage, lineage_launch, lineage_tiles, params
+from cuflash import compile, devices, launch, lineage, lineage_launch, lineage_tiles, params
 
 
 class Fake(np.ndarray):
@@ -113,9 +113,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
     monkeypatch.setattr(lineage_launch, "_bits", lambda x: x)  # by a constructor that NumPy has not
     monkeypatch.setattr(lineage_launch, "run", play)
-    monkeypatch.setattr(launch, "device_target", lambda device: "90a")
-    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(launch, "device_families", lambda device: launch.Families("sm80", True))
+    monkeypatch.setattr(devices, "target", lambda device: "90a")
+    monkeypatch.setattr(devices, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(devices, "families", lambda device: devices.Families("sm80", True))
     monkeypatch.setattr(compile, "kernel", lambda variant, device: None)
     yield
 
