@@ -286,11 +286,11 @@ def kernel_budget(
     """Normwise error that a kernel of this tile may have in each result; do None where it runs no backward.
 
     Derived: twice the error of the host specification in the same tiles when it rounds P and dS where the kernel does
-    (and starts the backward from a rounded o); one more rounding of P, dS or o that falls to the other side, which in a
-    small problem the host may have been lucky with; `budget` for the arithmetic around the matmuls and the rounding of
-    the result; and what the matmuls lose. That is, of 16-bit operands, what tensor cores truncate in chains of steps
-    `mma_depth` deep, of gradients with ``more_steps`` in the products of scores and dp; float32 and float64 have
-    ``products`` (`arithmetic`).
+    (and starts the backward from a rounded o), which leaves room for dS of a P of 11 bits, rounded no more than dS is;
+    one more rounding of P, dS or o that falls to the other side, which in a small problem the host may have been lucky
+    with; `budget` for the arithmetic around the matmuls and the rounding of the result; and what the matmuls lose. That
+    is, of 16-bit operands, what tensor cores truncate in chains of steps `mma_depth` deep, of gradients with
+    ``more_steps`` in the products of scores and dp; float32 and float64 have ``products`` (`arithmetic`).
     """
     dtype = np.dtype(q.dtype)
     r = dense(q, k, v, **options)
