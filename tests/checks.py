@@ -89,6 +89,18 @@ def need_features(d: int, dtype: str, family: str | None = None) -> None:
 
 
 @contextmanager
+def planned_anew(*cached: Any) -> Iterator[None]:
+    """With decisions of the launcher patched: nothing is taken from before, nor kept for after."""
+    for function in cached:
+        function.cache_clear()
+    try:
+        yield
+    finally:
+        for function in cached:
+            function.cache_clear()
+
+
+@contextmanager
 def fused() -> Iterator[list[str]]:
     """Make the launcher take the kernel for all gradients also for problems too small to gain from it.
 
@@ -96,7 +108,8 @@ def fused() -> Iterator[list[str]]:
     """
     launch = cuflash.calls.launcher()
     launched: list[str] = []
-    with pytest.MonkeyPatch.context() as patch:
+    plans = planned_anew(launch._plan_backward, plan_sm90.backward)
+    with plans, pytest.MonkeyPatch.context() as patch:
         run = launch.enqueue
 
         def recorded(plan: Any, *more: Any) -> None:
@@ -105,12 +118,7 @@ def fused() -> Iterator[list[str]]:
 
         patch.setattr(launch, "enqueue", recorded)
         patch.setattr(devices, "multiprocessors", lambda device: 1)
-        plans = launch._plan_backward, plan_sm90.backward
-        for planned in plans:
-            planned.cache_clear()
         yield launched
-    for planned in plans:
-        planned.cache_clear()
 
 
 def finite(results: Iterable[np.ndarray | None]) -> bool:

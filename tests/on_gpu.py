@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from backends import GPU
-from checks import expect, run
+from checks import expect, planned_anew, run
 from gpu_cases import Case, target
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -33,14 +33,10 @@ def family(name: str) -> Iterator[None]:
     """Make the launcher take the kernels of a family: sm90's also for problems too small to gain from it."""
     if name == "sm90" and target() != "90a":
         pytest.skip(f"the sm90 family needs compute capability 9.0, this GPU is an sm_{target()}")
-    with pytest.MonkeyPatch.context() as patch:
+    with planned_anew(hopper.forward), pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUFLASH_FAMILY", name)
         patch.setattr(hopper, "WORTH_PLANES", 0)
-        hopper.forward.cache_clear()
-        try:
-            yield
-        finally:
-            hopper.forward.cache_clear()
+        yield
 
 
 def plain(case: Case) -> Case:

@@ -20,6 +20,7 @@ from checks import (
     check_backward,
     compiled_kernels,  # noqa: F401 - a fixture
     expect,
+    planned_anew,
     run,
 )
 from gpu_cases import Case, cases
@@ -275,12 +276,8 @@ def shares(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[hopper.KeyShares]]:
     monkeypatch.setattr(hopper, "_key_shares", recorded)
     for name in ("WORTH_SHARES", "WORTH_PARTS"):
         monkeypatch.setattr(hopper, name, 0)
-    cached = (hopper.backward, plan_sm90.backward)
-    for function in cached:
-        function.cache_clear()
-    yield found
-    for function in cached:
-        function.cache_clear()
+    with planned_anew(hopper.backward, plan_sm90.backward):
+        yield found
 
 
 @both_modes

@@ -18,6 +18,7 @@ from checks import (
     compiled_kernels,  # noqa: F401 - a fixture
     expect,
     need_features,
+    planned_anew,
 )
 from gpu_cases import Case
 from on_gpu import (
@@ -181,14 +182,9 @@ def test_splits_in_a_graph(dtype: str) -> None:
 @contextmanager
 def multiprocessors(count: int) -> Iterator[None]:
     """Make the launcher share out the work as for a device of so many."""
-    launch = cuflash.calls.launcher()
-    with pytest.MonkeyPatch.context() as patch:
+    with planned_anew(cuflash.calls.launcher()._plan_forward), pytest.MonkeyPatch.context() as patch:
         patch.setattr(devices, "multiprocessors", lambda device: count)
-        launch._plan_forward.cache_clear()
-        try:
-            yield
-        finally:
-            launch._plan_forward.cache_clear()
+        yield
 
 
 @pytest.mark.parametrize("processors", [1, 7, 132, 500])

@@ -76,9 +76,10 @@ class Pretended:
     def become(self, family: str, target: str) -> None:
         """Be another device; what the launcher has cached of the last one goes, unless only the family changes."""
         if target != self.target:
-            for function in (*(f for x in (devices, launch, plan_sm90) for f in vars(x).values()), hopper.forward):
-                if hasattr(function, "cache_clear"):
-                    function.cache_clear()
+            for module in (devices, hopper, launch, plan_sm90):
+                for function in vars(module).values():
+                    if hasattr(function, "cache_clear"):
+                        function.cache_clear()
         self.target = target
         self.patch.setattr(devices, "target", lambda device: target)
         self.patch.setattr(gpu_cases, "target", lambda: target)
